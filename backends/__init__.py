@@ -1,0 +1,1 @@
+"""Rendezvous backends: where a run's state and roster are kept."""

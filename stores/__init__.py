@@ -1,0 +1,1 @@
+"""``torch.distributed.Store`` implementations, one per backend."""
