@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 Token = Any
 """A fencing token: opaque to the core, which only compares it with ``==`` and hands it back."""
@@ -158,5 +158,5 @@ class Namespaced(ABC):
     """
 
     @abstractmethod
-    def namespace(self, prefix: str) -> dist.Store:
+    def namespace(self, prefix: str) -> Store:
         """A store with a timeout of its own whose keys are exactly those below ``prefix``."""

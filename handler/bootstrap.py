@@ -1,0 +1,127 @@
+"""How the workers of one round find rank 0: an address that its agent publishes.
+
+Rules:
+
+* Each round has its own server on a free port, and its own keys in the round's own store; nothing
+  of an earlier round can be read by mistake.
+* Rank 0 may die before it has published. The others look, at every slice of their wait, whether
+  the round still stands, and go round again if not.
+* Nothing blocks past the deadline: the server is started in a thread of its own, for torch's
+  constructor connects to the address that it is given and can hang on one that leads nowhere.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from rdzv.errors import RendezvousConnectionError, RendezvousTimeoutError
+from rdzv.round_store import RoundStore
+
+SERVER_START_SECONDS = 30.0
+SLICE_SECONDS = 0.5
+RETRY_SECONDS = 0.2
+
+
+class BootstrapLost(Exception):
+    """The round cannot be set up any more: go round again."""
+
+
+class BootstrapServer:
+    """Rank 0's end: a TCPStore server for this round's workers (``shared``), or merely a port that
+    was free a moment ago, on which worker 0 will serve one itself.
+
+    Raises ``RendezvousConnectionError`` if no server can be reached at the address.
+    """
+
+    def __init__(self, address: str, deadline: float, *, shared: bool) -> None:
+        self.address = address
+        self._store: dist.TCPStore | None = None
+        if not shared:
+            self.port = _free_port()
+            return
+        seconds = max(0.1, min(SERVER_START_SECONDS, deadline - time.monotonic()))
+        outcome: list[dist.TCPStore | Exception] = []
+        starter = threading.Thread(
+            target=self._start, args=(address, seconds, outcome), name="rdzv-bootstrap", daemon=True
+        )
+        starter.start()
+        starter.join(seconds)
+        if not outcome or isinstance(outcome[0], Exception):
+            reason = outcome[0] if outcome else f"no answer within {seconds:.0f} s"
+            raise RendezvousConnectionError(
+                f"This node is rank 0, but its TCPStore server cannot be reached at {address!r} "
+                f"({reason}). Give an address of this machine with --local-addr."
+            )
+        self._store = outcome[0]
+        self.port = int(self._store.port)
+
+    @staticmethod
+    def _start(address: str, seconds: float, outcome: list[dist.TCPStore | Exception]) -> None:
+        try:
+            outcome.append(
+                dist.TCPStore(
+                    address,
+                    0,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=seconds),
+                )
+            )
+        except Exception as error:
+            outcome.append(error)
+
+
+def bootstrap(
+    store: RoundStore,
+    server: BootstrapServer | None,
+    deadline: float,
+    broken: Callable[[], str],
+) -> RendezvousStoreInfo:
+    """The bootstrap address of a round: published by rank 0 (which has ``server``), read by all.
+
+    ``broken`` tells why nobody will publish it any more, or "". Raises :class:`BootstrapLost` then,
+    and ``RendezvousTimeoutError`` at ``deadline`` (``time.monotonic``).
+    """
+    keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
+    trouble = ""
+    while True:
+        try:
+            if server is not None:
+                store.multi_set(keys, [server.address, str(server.port)])
+                return RendezvousStoreInfo(server.address, server.port)
+            left = max(0.001, min(SLICE_SECONDS, deadline - time.monotonic()))
+            store.wait(keys, timedelta(seconds=left))
+            address, port = store.multi_get(keys)
+            return RendezvousStoreInfo(address.decode(), int(port))
+        except dist.DistNetworkError as error:
+            trouble = f" ({error})"
+            threading.Event().wait(RETRY_SECONDS)
+        except dist.DistStoreError:
+            pass
+        why = broken()
+        if why:
+            raise BootstrapLost(why)
+        if time.monotonic() >= deadline:
+            raise RendezvousTimeoutError(
+                "The round is complete, but rank 0 did not publish the address of its TCPStore "
+                f"server in time{trouble}."
+            )
+
+
+def _free_port() -> int:
+    family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+    except OSError:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])

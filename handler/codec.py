@@ -1,0 +1,233 @@
+"""Bytes to records and back.
+
+Format: ``b"rdzv"``, one byte for the kind (``S`` a state, ``E`` a roster entry), one for the
+version (``1``), one for the packing (``j`` plain JSON, ``z`` zlib), then the packed JSON object
+with short keys. Rules:
+
+* Never pickle: whoever can write the row must not be able to run code on a node.
+* What does not decode raises ``RendezvousStateError`` and is never overwritten by the caller: it
+  may be of a newer version, or somebody else's.
+* A record is checked when it is written and when it is read; unknown keys of this version are an
+  error, for a node that ignored one would undo a decision of the node that wrote it.
+* Sizes are limited both ways, before and after unpacking.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rdzv.errors import RendezvousStateError
+from rdzv.state import (
+    Closing,
+    Node,
+    Proposal,
+    RecordError,
+    RosterEntry,
+    RoundId,
+    State,
+)
+
+STATE_BYTES_MAX = 1_000_000
+"""Of an encoded state: etcd refuses requests over 1.5 MB."""
+ENTRY_BYTES_MAX = 16_384
+UNPACKED_BYTES_MAX = 8_000_000
+PACK_FROM_BYTES = 512
+"""Below this, compression does not pay for its time."""
+
+RecordT = TypeVar("RecordT", State, RosterEntry)
+
+_MAGIC = b"rdzv"
+_VERSION = b"1"
+
+
+def encode_state(state: State) -> bytes:
+    """The document's bytes. Raises ``RendezvousStateError`` for one that cannot exist or is over
+    ``STATE_BYTES_MAX``."""
+    proposal = state.proposal
+    fields: dict[str, Any] = {
+        "i": state.incarnation,
+        "r": state.round,
+        "n": state.nonce,
+        "p": _nodes_out(state.participants),
+        "f": [proposal.nonce, _nodes_out(proposal.participants)] if proposal else None,
+        "c": state.coordinator,
+        "w": state.waiting,
+        "l": list(state.lost),
+        "a": round(state.notice_age_seconds, 4),
+        "x": [state.closed.reason, state.closed.ended_well] if state.closed else None,
+        "o": list(state.replaces),
+    }
+    return _encode(b"S", state.check, fields, STATE_BYTES_MAX)
+
+
+def decode_state(data: bytes) -> State:
+    """The document in ``data``. Raises ``RendezvousStateError`` for anything else."""
+    return _decode(b"S", data, STATE_BYTES_MAX, _state_in)
+
+
+def encode_entry(entry: RosterEntry) -> bytes:
+    """The entry's bytes. Raises ``RendezvousStateError`` for one that cannot exist."""
+    fields: dict[str, Any] = {
+        "n": [entry.node.id, entry.node.address],
+        "h": entry.rank_hint,
+        "t": entry.topology,
+        "l": _round_out(entry.left),
+        "r": _round_out(entry.running),
+        "f": entry.finished,
+    }
+    return _encode(b"E", entry.check, fields, ENTRY_BYTES_MAX)
+
+
+def decode_entry(data: bytes) -> RosterEntry:
+    """The entry in ``data``. Raises ``RendezvousStateError`` for anything else."""
+    return _decode(b"E", data, ENTRY_BYTES_MAX, _entry_in)
+
+
+def _encode(kind: bytes, check: Callable[[], None], fields: dict[str, Any], limit: int) -> bytes:
+    try:
+        check()
+    except RecordError as error:
+        raise RendezvousStateError(f"This record cannot be written: it has {error}.") from error
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    packing = b"j"
+    if len(body) >= PACK_FROM_BYTES:
+        packed = zlib.compress(body, 6)
+        if len(packed) < len(body):
+            packing, body = b"z", packed
+    data = _MAGIC + kind + _VERSION + packing + body
+    if len(data) > limit:
+        raise RendezvousStateError(
+            f"A record of {len(data)} bytes is over the limit of {limit}. Use shorter labels "
+            "and addresses or fewer nodes."
+        )
+    return data
+
+
+def _decode(
+    kind: bytes, data: bytes, limit: int, read: Callable[[dict[str, Any]], RecordT]
+) -> RecordT:
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise RendezvousStateError(f"Expected bytes, but the backend gave {type(data).__name__}.")
+    data = bytes(data)
+    header, body = data[:7], data[7:]
+    if len(data) > limit or header[:5] != _MAGIC + kind or len(header) < 7:
+        raise RendezvousStateError(
+            f"{len(data)} bytes beginning with {data[:12]!r} were not written by rdzv. They are "
+            "left as they are: use another run id, or delete them if nothing else needs them."
+        )
+    if header[5:6] != _VERSION:
+        raise RendezvousStateError(
+            f"This record has format {header[5:6]!r} and this version of rdzv reads format "
+            f"{_VERSION!r} only. Run the same version of rdzv on all nodes of a job."
+        )
+    try:
+        return read(json.loads(_unpack(header[6:7], body)))
+    except RecordError as error:
+        raise RendezvousStateError(f"A damaged record: it has {error}.") from error
+    except (ValueError, TypeError, KeyError, IndexError, zlib.error, RecursionError) as error:
+        raise RendezvousStateError(
+            f"A damaged record of {len(data)} bytes ({type(error).__name__}: {error}). It is left "
+            "as it is: use another run id, or delete it once no node of the run is alive."
+        ) from error
+
+
+def _unpack(packing: bytes, body: bytes) -> bytes:
+    if packing == b"j":
+        return body
+    if packing != b"z":
+        raise RecordError(f"unknown packing {packing!r}")
+    unpacker = zlib.decompressobj()
+    unpacked = unpacker.decompress(body, UNPACKED_BYTES_MAX)
+    if not unpacker.eof or unpacker.unused_data:
+        raise RecordError("a wrong length")
+    return unpacked
+
+
+def _state_in(fields: dict[str, Any]) -> State:
+    _expect_keys(fields, "irnpfcwlaxo")
+    proposal, closed = fields["f"], fields["x"]
+    state = State(
+        incarnation=_text(fields["i"]),
+        round=_whole(fields["r"]),
+        nonce=_text(fields["n"]),
+        participants=_nodes_in(fields["p"]),
+        proposal=None if proposal is None else Proposal(_text(proposal[0]), _nodes_in(proposal[1])),
+        coordinator=_text(fields["c"]),
+        waiting=_whole(fields["w"]),
+        lost=tuple(_text(lost) for lost in _list(fields["l"])),
+        notice_age_seconds=float(fields["a"]),
+        closed=None if closed is None else Closing(_text(closed[0]), _truth(closed[1])),
+        replaces=tuple(_text(old) for old in _list(fields["o"])),
+    )
+    state.check()
+    return state
+
+
+def _entry_in(fields: dict[str, Any]) -> RosterEntry:
+    _expect_keys(fields, "nhtlrf")
+    hint = fields["h"]
+    entry = RosterEntry(
+        node=_nodes_in([fields["n"]])[0],
+        rank_hint=None if hint is None else _whole(hint),
+        topology=_text(fields["t"]),
+        left=_round_in(fields["l"]),
+        running=_round_in(fields["r"]),
+        finished=_truth(fields["f"]),
+    )
+    entry.check()
+    return entry
+
+
+def _nodes_out(nodes: tuple[Node, ...]) -> list[list[str]]:
+    return [[node.id, node.address] for node in nodes]
+
+
+def _nodes_in(rows: Any) -> tuple[Node, ...]:
+    nodes = []
+    for row in _list(rows):
+        node_id, address = row
+        nodes.append(Node(_text(node_id), _text(address)))
+    return tuple(nodes)
+
+
+def _round_out(round_id: RoundId | None) -> list[Any] | None:
+    return None if round_id is None else [round_id.incarnation, round_id.round, round_id.nonce]
+
+
+def _round_in(row: Any) -> RoundId | None:
+    if row is None:
+        return None
+    incarnation, number, nonce = row
+    return RoundId(_text(incarnation), _whole(number), _text(nonce))
+
+
+def _expect_keys(fields: Any, keys: str) -> None:
+    if not isinstance(fields, dict) or set(fields) != set(keys):
+        raise RecordError("other fields than this version writes")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise RecordError(f"{type(value).__name__} where a text belongs")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RecordError(f"{type(value).__name__} where a whole number belongs")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RecordError(f"{type(value).__name__} where true or false belongs")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise RecordError(f"{type(value).__name__} where a list belongs")
+    return value

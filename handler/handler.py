@@ -1,0 +1,331 @@
+"""torch's interface over the protocol: what torchrun's agent talks to.
+
+Rules:
+
+* ``num_nodes_waiting()`` and ``is_closed()`` answer from memory, never call the backend and never
+  raise before the outage budget is spent.
+* ``next_rendezvous()`` returns or raises by the join deadline, whatever hangs below.
+* Every round has a bootstrap of its own: rank 0 serves a TCPStore on a free port at its own address
+  and publishes it in the round's store. Nothing is kept from one round to the next.
+* ``shutdown()`` never raises: an exception there would turn a good run into exit code 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import uuid
+import weakref
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from urllib.parse import quote
+
+from torch.distributed import Store
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from rdzv.address import choose_address
+from rdzv.bootstrap import BootstrapLost, BootstrapServer, bootstrap
+from rdzv.departure import Departure
+from rdzv.driver import Driver, Stopped
+from rdzv.effects import Session
+from rdzv.errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+from rdzv.keepalive import KeepAlive
+from rdzv.machine import Rules
+from rdzv.ports import Closable, Located
+from rdzv.protocol import close, finish, give_up
+from rdzv.round_store import RoundStore
+from rdzv.settings import Settings
+from rdzv.state import Node, RosterEntry, State
+
+logger = logging.getLogger("rdzv")
+
+DEADLINE_SLACK_SECONDS = 0.5
+"""The background thread ends a barrier at its deadline and knows why; a little later the caller
+ends it without a reason."""
+CLOSE_RETRY_SECONDS = 0.2
+FINISH_TIMEOUT_SECONDS = 5.0
+TELL_FIRST_SECONDS = 5.0
+TELL_MOST_SECONDS = 60.0
+
+
+def create_handler(
+    store: Store, backend: RendezvousBackend, params: RendezvousParameters
+) -> DynamicRendezvousHandler:
+    """A handler on any torch store and any torch rendezvous backend; torch's own signature.
+
+    Raises ``RendezvousSettingsError`` (a ``ValueError``) for options that cannot work.
+    """
+    return DynamicRendezvousHandler(store, backend, Settings.from_parameters(params))
+
+
+class DynamicRendezvousHandler(RendezvousHandler):
+    """An elastic rendezvous over any backend; see ``rdzv.ports`` for what a backend is."""
+
+    def __init__(self, store: Store, backend: RendezvousBackend, settings: Settings) -> None:
+        self._store = store
+        self._backend = backend
+        self._settings = settings
+        route = backend.route() if isinstance(backend, Located) else None
+        address = choose_address(settings.local_addr, route, settings.join_timeout_seconds)
+        unique = uuid.uuid4().hex[:12]
+        self._node = Node(f"{socket.gethostname()}_{os.getpid()}_{unique}", address)
+        entry = RosterEntry(
+            self._node, rank_hint=settings.rank_hint, topology=settings.topology or ""
+        )
+        self._driver = Driver(backend, settings.liveness_window_seconds)
+        self._session = Session(
+            rules=_rules(settings),
+            entry=entry,
+            unique=unique,
+            clock=time.monotonic,
+            jitter=lambda most_seconds: random.uniform(most_seconds / 2, most_seconds),
+            outage_timeout_seconds=settings.outage_timeout_seconds,
+            proves_life_by_beats=not self._driver.has_roster,
+        )
+        self._keep_alive = KeepAlive(
+            self._driver,
+            self._session,
+            self._node.id,
+            on_overtaken=lambda: self._release("the run has gone on to a later round"),
+        )
+        self._departure = Departure(self._withdraw)
+        self._round_store: weakref.ref[RoundStore] | None = None
+        self._is_shut_down = False
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of this handler."""
+        return self._settings
+
+    @property
+    def node(self) -> Node:
+        """This node: its id and the address that its peers are told."""
+        return self._node
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return self._settings.backend
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._settings.run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See base class."""
+        return os.getenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def is_closed(self) -> bool:
+        """See base class. As this node has last heard."""
+        state = self._session.state
+        return self._session.run_closed or (state is not None and state.closed is not None)
+
+    def num_nodes_waiting(self) -> int:
+        """See base class. As this node has last heard; counts lost participants too, unless
+        ``restart_on_node_loss`` is off.
+
+        Raises ``RendezvousConnectionError`` once the backend has not answered for
+        ``outage_timeout``.
+        """
+        fatal = self._keep_alive.fatal
+        if fatal is not None:
+            raise fatal
+        notice = self._session.notice
+        if not notice.count or self._session.clock() < notice.at_seconds:
+            return 0
+        return notice.count
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class."""
+        if self._is_shut_down:
+            raise RendezvousClosedError("This rendezvous handler was shut down.")
+        with self._departure.on_sigterm():
+            while True:
+                state = self._join()
+                try:
+                    return self._info(state)
+                except BootstrapLost as lost:
+                    logger.info("%s: %s; joining the next round", self._node.id, lost)
+
+    def set_closed(self) -> None:
+        """See base class. Raises ``RendezvousConnectionError`` or ``RendezvousTimeoutError`` when
+        the backend cannot be told within ``close_timeout``."""
+        self._close(f"set_closed() on {self._node.address}", members_only=False)
+
+    def shutdown(self) -> bool:
+        """See base class. Closes the run if this node is in its current round or has finished it;
+        any other node only removes itself. Never raises."""
+        if self._is_shut_down:
+            return True
+        self._is_shut_down = True
+        self._release("this node has shut down")
+        deadline = time.monotonic() + self._settings.close_timeout_seconds
+        succeeded = True
+        try:
+            if self._session.entry.running is not None:
+                self._close(f"shutdown on {self._node.address}", members_only=True)
+            withdrawal = self._keep_alive.ask(lambda: give_up(self._session))
+            withdrawal.result(max(0.1, deadline - time.monotonic()))
+        except (RendezvousError, Stopped, FutureTimeoutError, CancelledError) as error:
+            succeeded = False
+            logger.warning("%s: the shutdown is incomplete: %s", self._node.id, error)
+        self._departure.cancel()
+        self._keep_alive.stop()
+        if self._keep_alive.wait(1.0) and isinstance(self._backend, Closable):
+            self._backend.close()
+        return succeeded
+
+    def _join(self) -> State:
+        self._release("the run has gone on to a later round")
+        logger.info(
+            "%s joins the rendezvous of run %r (%d to %d nodes)",
+            self._node.id,
+            self._settings.run_id,
+            self._settings.min_nodes,
+            self._settings.max_nodes,
+        )
+        joining = self._keep_alive.join_round(self._settings.join_timeout_seconds)
+        try:
+            state: State = self._wait(joining)
+        except BaseException as error:
+            self._session.abandoned = True
+            joining.add_done_callback(self._abandon)
+            if isinstance(error, RendezvousError):
+                logger.info("%s: %s: %s", self._node.id, type(error).__name__, error)
+            raise
+        logger.info(
+            "%s is rank %s of %d in round %d of run %r",
+            self._node.id,
+            state.rank_of(self._node.id),
+            len(state.participants),
+            state.round,
+            self._settings.run_id,
+        )
+        return state
+
+    def _wait(self, joining: Future[State]) -> State:
+        """Wait for the barrier, telling at a human pace what is missing."""
+        session, started = self._session, time.monotonic()
+        limit = session.clock() + self._settings.join_timeout_seconds
+        tell_after = TELL_FIRST_SECONDS
+        while True:
+            try:
+                return joining.result(timeout=1.0)
+            except FutureTimeoutError:
+                if joining.done():
+                    continue
+            deadline = max(limit, session.deadline or limit)
+            if not session.parked and session.clock() > deadline + DEADLINE_SLACK_SECONDS:
+                raise RendezvousTimeoutError(
+                    f"The rendezvous of run {self._settings.run_id!r} did not complete within "
+                    f"{self._settings.join_timeout_seconds:g} s. What was waited for: "
+                    f"{session.why or 'an answer of the backend'}."
+                )
+            waited = time.monotonic() - started
+            if waited >= tell_after:
+                tell_after += min(TELL_MOST_SECONDS, waited)
+                logger.info("%s: waiting: %s", self._node.id, session.why)
+
+    def _abandon(self, joining: Future[State]) -> None:
+        """The caller has left the barrier; if the node gets through it all the same, give up."""
+        if not joining.cancelled() and joining.exception() is None:
+            self._keep_alive.ask(lambda: give_up(self._session))
+
+    def _info(self, state: State) -> RendezvousInfo:
+        round_id, rank = state.round_id, state.rank_of(self._node.id)
+        assert round_id is not None
+        assert rank is not None
+        limit = time.monotonic() + self._settings.join_timeout_seconds
+        deadline = self._session.deadline or limit
+        server = None
+        if rank == 0:
+            server = BootstrapServer(self._node.address, deadline, shared=self.use_agent_store)
+        store = RoundStore(
+            self._store,
+            f"torch.rendezvous/{quote(self._settings.run_id, safe='')}/{round_id.label}",
+            on_exit_barrier=self._finish,
+            keep=server,
+        )
+        self._round_store = weakref.ref(store)
+        info: RendezvousStoreInfo = bootstrap(store, server, deadline, lambda: self._broken(state))
+        return RendezvousInfo(store, rank, len(state.participants), info)
+
+    def _broken(self, state: State) -> str:
+        """Why nobody will publish the bootstrap address of this round; "" if somebody may."""
+        if self._session.run_closed:
+            raise RendezvousClosedError("The run was closed while its round was being set up.")
+        current = self._session.state
+        if self._session.overtaken or current is None or current.round_id != state.round_id:
+            return "the run has gone on to another round"
+        if state.participants[0].id in current.lost:
+            return f"rank 0 ({state.participants[0].id}) was lost before it published its address"
+        if self.num_nodes_waiting():
+            return "the round is about to be formed anew"
+        return ""
+
+    def _finish(self) -> None:
+        """The agent has begun the exit barrier. What fails here fails silently: the barrier goes
+        on, and the worst is that a peer waits for this node a little longer."""
+        try:
+            self._keep_alive.ask(lambda: finish(self._session)).result(FINISH_TIMEOUT_SECONDS)
+        except (RendezvousError, Stopped, FutureTimeoutError, CancelledError) as error:
+            logger.debug("%s: could not tell that it has finished: %s", self._node.id, error)
+
+    def _close(self, reason: str, *, members_only: bool) -> None:
+        seconds = self._settings.close_timeout_seconds
+        deadline = time.monotonic() + seconds
+        while True:
+            closing = self._keep_alive.ask(
+                lambda: close(self._session, reason, members_only=members_only)
+            )
+            try:
+                closing.result(max(0.0, deadline - time.monotonic()))
+                return
+            except FutureTimeoutError as error:
+                if not closing.done():
+                    closing.cancel()
+                    raise RendezvousTimeoutError(
+                        f"The run could not be closed within {seconds:g} s."
+                    ) from error
+                raise
+            except RendezvousConnectionError:
+                if time.monotonic() >= deadline:
+                    raise
+                threading.Event().wait(CLOSE_RETRY_SECONDS)
+
+    def _release(self, why: str) -> None:
+        store = self._round_store() if self._round_store is not None else None
+        if store is not None:
+            store.release(why)
+
+    def _withdraw(self) -> None:
+        self._keep_alive.stop()
+        self._driver.withdraw(self._node.id)
+
+
+def _rules(settings: Settings) -> Rules:
+    return Rules(
+        min_nodes=settings.min_nodes,
+        max_nodes=settings.max_nodes,
+        last_call_seconds=settings.last_call_timeout_seconds,
+        keep_alive_interval_seconds=settings.keep_alive_interval_seconds,
+        liveness_window_seconds=settings.liveness_window_seconds,
+        closed_grace_seconds=settings.closed_grace_seconds,
+        restart_on_node_loss=settings.restart_on_node_loss,
+        rank_order=settings.rank_order,
+    )

@@ -1,0 +1,213 @@
+"""The two records from which everything follows: the state of a run, and a node's roster entry.
+
+Rules:
+
+* A record is immutable. Whoever wants another one makes it with ``dataclasses.replace``.
+* ``State.check`` and ``RosterEntry.check`` tell whether a record can exist at all; the codec calls
+  them on everything that it reads and writes, so nothing else has to.
+* A round is named by :class:`RoundId`, never by its number alone: a failover to an older copy of
+  the state can complete the same number twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+NODES_MAX = 4096
+"""Participants of a round, and the largest ``max_nodes`` that is accepted."""
+REPLACED_INCARNATIONS_MAX = 8
+"""How many closed incarnations a run id remembers to have had before."""
+TEXT_CHARACTERS_MAX = 1024
+"""Of a node id, an address, a label or a reason."""
+
+
+class RecordError(ValueError):
+    """A record that no correct node can have written; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundId:
+    """The identity of a round: drawn anew whenever one is proposed."""
+
+    incarnation: str
+    round: int
+    nonce: str
+
+    @property
+    def label(self) -> str:
+        """The identity as one text, for backends to compare and for store prefixes.
+
+        >>> RoundId("a1", 3, "b2").label
+        'a1.3.b2'
+        """
+        return f"{self.incarnation}.{self.round}.{self.nonce}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A participant. ``id`` is unique for ever; ``address`` is where its peers can reach it."""
+
+    id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A frozen round: its participants in rank order, not yet confirmed by all of them."""
+
+    nonce: str
+    participants: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """Why a run was closed, and whether every participant had finished by then."""
+
+    reason: str
+    ended_well: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The one document of a run, changed only by compare-and-set."""
+
+    incarnation: str
+    round: int = 0
+    """The last final round; 0 before an incarnation's first."""
+    nonce: str = ""
+    participants: tuple[Node, ...] = ()
+    """In rank order; empty only before an incarnation's first round."""
+    proposal: Proposal | None = None
+    coordinator: str = ""
+    waiting: int = 0
+    """How many nodes the next round would admit now, as last published."""
+    lost: tuple[str, ...] = ()
+    """Ids of participants known to be dead, sorted."""
+    notice_age_seconds: float = 0.0
+    """How long ago, when this document was written, ``waiting`` or ``lost`` had first given the
+    participants a reason to re-join. With the document's own age it tells all of them one moment
+    at which to act, without a clock in it."""
+    closed: Closing | None = None
+    replaces: tuple[str, ...] = ()
+    """Closed incarnations of this run id, latest first; nothing of theirs means anything now."""
+
+    @property
+    def round_id(self) -> RoundId | None:
+        """The identity of the last final round; None before the first."""
+        return RoundId(self.incarnation, self.round, self.nonce) if self.round else None
+
+    @property
+    def proposal_id(self) -> RoundId | None:
+        """The identity that the frozen round will have; None when there is none."""
+        if self.proposal is None:
+            return None
+        return RoundId(self.incarnation, self.round + 1, self.proposal.nonce)
+
+    @property
+    def participant_ids(self) -> tuple[str, ...]:
+        """Ids in rank order."""
+        return tuple(node.id for node in self.participants)
+
+    def rank_of(self, node_id: str) -> int | None:
+        """The rank of a node in the last final round; None when it is not in it."""
+        for rank, node in enumerate(self.participants):
+            if node.id == node_id:
+                return rank
+        return None
+
+    def check(self) -> None:
+        """Raise :class:`RecordError` unless this document can exist."""
+        _require(bool(self.incarnation), "no incarnation")
+        _require(self.round >= 0, "a negative round")
+        _require((self.round == 0) == (not self.participants), "participants without a round")
+        _require((self.round == 0) == (not self.nonce), "a round without a nonce")
+        _check_nodes(self.participants)
+        if self.proposal is not None:
+            _require(bool(self.proposal.nonce), "a proposal without a nonce")
+            _require(bool(self.proposal.participants), "an empty proposal")
+            _require(self.closed is None, "a proposal in a closed run")
+            _check_nodes(self.proposal.participants)
+        ids = set(self.participant_ids)
+        _require(all(lost in ids for lost in self.lost), "a lost node that was no participant")
+        _require(list(self.lost) == sorted(set(self.lost)), "lost nodes out of order")
+        _require(0 <= self.waiting <= NODES_MAX, "an impossible number of waiting nodes")
+        _require(0 <= self.notice_age_seconds < float("inf"), "an impossible age")
+        _require(len(self.replaces) <= REPLACED_INCARNATIONS_MAX, "too many old incarnations")
+        _require(self.incarnation not in self.replaces, "an incarnation that replaces itself")
+        reason = self.closed.reason if self.closed else ""
+        _check_texts((self.incarnation, self.nonce, self.coordinator, reason, *self.replaces))
+
+
+@dataclass(frozen=True, slots=True)
+class RosterEntry:
+    """What a node says of itself, written by nobody else."""
+
+    node: Node
+    rank_hint: int | None = None
+    topology: str = ""
+    left: RoundId | None = None
+    """The round this node left last."""
+    running: RoundId | None = None
+    """The round it has confirmed; none while it waits."""
+    finished: bool = False
+    """Its agent has begun the exit barrier of ``running``."""
+
+    def check(self) -> None:
+        """Raise :class:`RecordError` unless this entry can exist."""
+        _check_nodes((self.node,))
+        _check_texts((self.topology,))
+        for round_id in (self.left, self.running):
+            if round_id is not None:
+                _require(round_id.round > 0, "an identity of no round")
+                _require(bool(round_id.incarnation and round_id.nonce), "half an identity")
+                _check_texts((round_id.incarnation, round_id.nonce))
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """A live entry of a listing; see :class:`rdzv.ports.Listed` for ``proven``."""
+
+    entry: RosterEntry
+    proven: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The roster as one observer saw it, and what its sight is worth."""
+
+    present: tuple[Present, ...]
+    """In the order of arrival."""
+    withdrawn: frozenset[str]
+    started_at_seconds: float
+    """When the observer, by its own clock, asked for it."""
+    contact_since_seconds: float
+    """Since when the observer has been in unbroken contact with the backend."""
+
+    index: dict[str, RosterEntry] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = {present.entry.node.id: present.entry for present in self.present}
+        object.__setattr__(self, "index", index)
+
+    def entry_of(self, node_id: str) -> RosterEntry | None:
+        """The live entry of a node, or None."""
+        return self.index.get(node_id)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise RecordError(otherwise)
+
+
+def _check_nodes(nodes: tuple[Node, ...]) -> None:
+    _require(len(nodes) <= NODES_MAX, f"more than {NODES_MAX} participants")
+    _require(len({node.id for node in nodes}) == len(nodes), "a node twice")
+    for node in nodes:
+        _require(bool(node.id and node.address), "a node without id or address")
+        _check_texts((node.id, node.address))
+
+
+def _check_texts(texts: Iterable[str]) -> None:
+    for text in texts:
+        _require(len(text) <= TEXT_CHARACTERS_MAX, f"a text over {TEXT_CHARACTERS_MAX} characters")
