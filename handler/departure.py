@@ -42,7 +42,12 @@ class Departure:
         if withdraw is None:
             return
         thread = threading.Thread(target=_quietly, args=(withdraw,), daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            # Late in the life of a process Python starts no thread any more.
+            _quietly(withdraw)
+            return
         thread.join(WITHDRAW_TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
@@ -74,13 +79,8 @@ def _quietly(withdraw: Callable[[], None]) -> None:
 
 
 def _depart_all() -> None:
-    departing = [
-        threading.Thread(target=departure.now, daemon=True) for departure in list(_departures)
-    ]
-    for thread in departing:
-        thread.start()
-    for thread in departing:
-        thread.join(WITHDRAW_TIMEOUT_SECONDS)
+    for departure in list(_departures):
+        departure.now()
 
 
 atexit.register(_depart_all)

@@ -42,6 +42,9 @@ TOMBSTONE_WINDOWS = 2
 """For how many liveness windows a withdrawn entry can be told from one that vanished."""
 
 
+ANNOUNCING_WAIT_SECONDS = 1.0
+
+
 class Stopped(Exception):
     """The driver was stopped while it performed steps."""
 
@@ -61,6 +64,7 @@ class Driver:
         self._backend = backend
         self._watch = backend if isinstance(backend, Watch) else PollingWatch(backend)
         self._stopped = threading.Event()
+        self._announcing = threading.Lock()
 
     def stop(self) -> None:
         """Perform no further effect."""
@@ -92,7 +96,7 @@ class Driver:
         """The answer to one effect, as :mod:`rdzv.effects` describes it."""
         try:
             return self._perform(effect)
-        except RendezvousError:
+        except (RendezvousError, Stopped):
             raise
         except Exception as error:
             where = f" at {self.endpoint}" if self.endpoint else ""
@@ -103,6 +107,16 @@ class Driver:
 
     def withdraw(self, node_id: str) -> None:
         """Take a node's entry back, even after :meth:`stop`."""
+        # An announcement under way must not bring the entry back; one that hangs must not hold
+        # whoever leaves.
+        locked = self._announcing.acquire(timeout=ANNOUNCING_WAIT_SECONDS)
+        try:
+            self._take_back(node_id)
+        finally:
+            if locked:
+                self._announcing.release()
+
+    def _take_back(self, node_id: str) -> None:
         self._roster.withdraw(node_id, TOMBSTONE_WINDOWS * self._window)
 
     def _perform(self, effect: Effect) -> Any:
@@ -118,7 +132,10 @@ class Driver:
         if isinstance(effect, Swap):
             return self._swap(effect)
         if isinstance(effect, Announce):
-            return self._roster.announce(effect.entry, self._window, effect.question)
+            with self._announcing:
+                if self._stopped.is_set():
+                    raise Stopped
+                return self._roster.announce(effect.entry, self._window, effect.question)
         if isinstance(effect, ListRoster):
             return self._list()
         if isinstance(effect, Withdraw):

@@ -183,8 +183,12 @@ class Session:
     def lose_contact(self) -> None:
         """What this node has not seen until now proves nothing any more."""
         self.contact_since = None
-        self.listing = None
+        self.forget_listing()
         self.listed_key = None
+
+    def forget_listing(self) -> None:
+        """Decide by the pulse alone until the roster is listed again."""
+        self.listing = None
 
     def outage_seconds(self) -> float:
         """How long the backend has not answered; 0 while it does."""

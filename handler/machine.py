@@ -304,31 +304,47 @@ def _coordinate(
     seen = _see(state, listing, rules)
     if state.proposal is not None:
         return _complete(state, listing, seen, rules, me)
+    enough = len(seen.waiting) >= rules.min_nodes
+    since = (
+        (now if me.minimum_since_seconds is None else me.minimum_since_seconds) if enough else None
+    )
     wake_at = _presumption_ends(seen, listing, rules)
     if seen.occupants:
         published = _published(state, seen, rules, me)
         if published is not None:
-            return Decision(Act.SWAP, "the roster has changed", published, wake_at)
+            return Decision(Act.SWAP, "the roster has changed", published, wake_at, since)
         held = f"{_names(seen.occupants)} still in round {state.round}"
-        return Decision(Act.WAIT, held, wake_at_seconds=wake_at)
+        return Decision(Act.WAIT, held, None, wake_at, since)
     if seen.ahead:
-        return Decision(Act.WAIT, f"{seen.ahead[0]} knows a later round and will tell it")
+        why = f"{seen.ahead[0]} knows a later round and will tell it"
+        return Decision(Act.WAIT, why, None, wake_at, since)
     if seen.unproven:
-        return Decision(Act.WAIT, "some nodes have not yet shown that they are alive")
-    return _gather(state, listing, seen, rules, me, now)
+        why = "some nodes have not yet shown that they are alive"
+        return Decision(Act.WAIT, why, None, wake_at, since)
+    if since is None:
+        here = _names([entry.node.id for entry in seen.waiting])
+        why = f"{len(seen.waiting)} of at least {rules.min_nodes} nodes are waiting ({here})"
+        return Decision(Act.WAIT, why)
+    return _freeze(state, listing, seen, rules, me, now, since)
 
 
-def _gather(
-    state: State, listing: Listing, seen: _Seen, rules: Rules, me: Observer, now: float
+def _freeze(
+    state: State,
+    listing: Listing,
+    seen: _Seen,
+    rules: Rules,
+    me: Observer,
+    now: float,
+    since: float,
 ) -> Decision:
-    """Nobody holds the last round: wait for enough nodes, then freeze."""
+    """Nobody holds the last round, and there are enough nodes: fix the next one's participants
+    once nobody more can be admitted, or the last call is over.
+
+    The last call runs from when the minimum was reached, even while the last round was still
+    held: whoever held it was a former member and is here now, or is lost.
+    """
     former = set(state.participant_ids)
     candidates = sorted(seen.waiting, key=lambda entry: entry.node.id not in former)
-    if len(candidates) < rules.min_nodes:
-        here = _names([entry.node.id for entry in candidates])
-        count = f"{len(candidates)} of at least {rules.min_nodes} nodes are waiting ({here})"
-        return Decision(Act.WAIT, count)
-    since = now if me.minimum_since_seconds is None else me.minimum_since_seconds
     freeze_at = since if len(candidates) >= rules.max_nodes else since + rules.last_call_seconds
     freeze_at = max(freeze_at, me.quiet_until_seconds)
     if now < freeze_at:

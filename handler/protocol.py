@@ -385,7 +385,7 @@ def _listing_is_current(session: Session) -> bool:
 
 
 def _keep_alive_step(session: Session) -> Steps:
-    session.listing = None
+    session.forget_listing()
     yield from _beat(session)
     for _ in range(SWAP_ATTEMPTS_MAX):
         if not session.was_read:
@@ -408,7 +408,7 @@ def _keep_alive_step(session: Session) -> Steps:
             return
         if decision.act is Act.SWAP:
             assert decision.state is not None
-            session.listing = None
+            session.forget_listing()
             yield from _swap(session, decision.state)
             yield from _beat(session)
         elif not session.announced:
@@ -524,6 +524,7 @@ def _announce(session: Session, entry: RosterEntry) -> Steps:
     label = "" if entry.running is None else entry.running.label
     question = _question(session)
     asked_at = session.clock()
+    session.announced = False
     pulse = yield Announce(Entry(session.id, encode_entry(entry), label), question)
     session.announced = True
     _take_pulse(session, pulse, asked_at)

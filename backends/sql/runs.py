@@ -1,0 +1,128 @@
+"""The life of a run's records: kept while somebody gives a sign of life, swept afterwards.
+
+The time a run's records may go is its ``alive_until``. Beats and writes move it, but only after
+each twentieth of the lifetime, so that a beat does not write a row that all nodes share. There is
+no server that would sweep: who arrives sweeps after others, a bounded number of rows each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from rdzv.backends.sql.engine import Database
+from rdzv.backends.sql.schema import hashed
+from rdzv.errors import RendezvousError
+
+logger = logging.getLogger(__name__)
+
+TOUCHES_PER_LIFETIME = 20
+SWEEP_RUNS_MAX = 4
+SWEEP_ROWS_MAX = 500
+
+
+class Run:
+    """The row of one run in ``runs``, and its place in all other tables."""
+
+    def __init__(self, database: Database, run_id: str, lifetime_seconds: float) -> None:
+        self.key = hashed(run_id)
+        self._database = database
+        tables, dialect = database.tables, database.dialect
+        runs = tables.runs
+        self._touch_seconds = lifetime_seconds / TOUCHES_PER_LIFETIME
+        # The next touch may come that much later than the last sign of life.
+        lifetime = round((lifetime_seconds + self._touch_seconds) * 1000)
+        self._touched_at, self._failed_count = float("-inf"), 0
+        until = dialect.now + lifetime
+        # Others may keep the same run for longer.
+        longest = sa.case((runs.c.alive_until < until, until), else_=runs.c.alive_until)
+        self._insert = dialect.insert_if_absent(
+            runs,
+            {
+                "run_key": self.key,
+                "run_id": run_id.encode("utf-8", "surrogatepass"),
+                "revision": sa.bindparam("new_revision"),
+                "arrivals": 0,
+                "alive_until": until,
+            },
+        )
+        self._touch = runs.update().where(runs.c.run_key == self.key).values(alive_until=longest)
+        self._change = self._touch.values(
+            revision=sa.bindparam("new_revision"), arrivals=runs.c.arrivals + 1
+        )
+        self._arrivals = sa.select(runs.c.arrivals).where(runs.c.run_key == self.key)
+        self._overdue = (
+            sa.select(runs.c.run_key)
+            .where(runs.c.alive_until < dialect.now)
+            .order_by(runs.c.alive_until)
+            .limit(SWEEP_RUNS_MAX)
+        )
+
+    def touch(self, connection: sa.Connection, *, must: bool = False) -> None:
+        """Keep the run's records, where that is due or a ``must``."""
+        # A failed transaction may have been the one that touched, and a database that was
+        # replaced knows nothing of it.
+        now, failed_count = time.monotonic(), self._database.failed_count
+        is_due = now - self._touched_at >= self._touch_seconds
+        if must or is_due or failed_count != self._failed_count:
+            if connection.execute(self._touch).rowcount == 0:
+                connection.execute(self._insert, {"new_revision": unique()})
+            self._touched_at, self._failed_count = now, failed_count
+
+    def change_roster(self, connection: sa.Connection) -> int:
+        """Move the roster's revision; return a number larger than any returned before."""
+        values = {"new_revision": unique()}
+        if connection.execute(self._change, values).rowcount == 0:
+            connection.execute(self._insert, values)
+            connection.execute(self._change, values)
+        return int(connection.execute(self._arrivals).scalar_one())
+
+    def sweep(self) -> None:
+        """Remove records of runs that are over; bounded, and never an error to its caller."""
+        try:
+            overdue = self._database.read(lambda c: c.scalars(self._overdue).all())
+            if overdue:
+                self._database.write(lambda c: self._remove(c, overdue), lambda _: False)
+        except RendezvousError:
+            logger.debug("sweeping %s failed", self._database.endpoint, exc_info=True)
+
+    def _remove(self, connection: sa.Connection, found: Sequence[str]) -> None:
+        tables = self._database.tables
+        # Again, now that nobody else writes: one of them may have come back to life.
+        overdue = set(connection.scalars(self._overdue)) & set(found)
+        rows = SWEEP_ROWS_MAX
+        for key in sorted(overdue):
+            for table in tables.of_a_run:
+                rows -= delete_some(connection, table, table.c.run_key == key, rows)
+            if rows <= 0:
+                return
+            for table in (tables.states, tables.runs):
+                connection.execute(table.delete().where(table.c.run_key == key))
+
+
+def delete_some(
+    connection: sa.Connection, table: sa.Table, which: sa.ColumnElement[bool], rows_max: int
+) -> int:
+    """Delete at most ``rows_max`` of those rows; return how many there were."""
+    if rows_max <= 0:
+        return 0
+    keys = list(table.primary_key)
+    found = connection.execute(sa.select(*keys).where(which).limit(rows_max)).all()
+    if found:
+        match = sa.and_(*(column == sa.bindparam(f"key_{column.name}") for column in keys))
+        values: list[dict[str, Any]] = [
+            {f"key_{column.name}": value for column, value in zip(keys, row, strict=True)}
+            for row in found
+        ]
+        connection.execute(table.delete().where(match), values)
+    return len(found)
+
+
+def unique() -> str:
+    """A text that nobody has used before."""
+    return uuid.uuid4().hex
