@@ -104,7 +104,9 @@ def choose_address(
         given = local_addr.strip()
         return _within(deadline, f"--local-addr={given}", lambda: _checked(given, network))
     if route is None or is_loopback(route[0]):
-        return _named(deadline, network) or _loopback(network)
+        # Without a service to reach, all nodes are on this machine and nothing is missing.
+        level = logging.INFO if route is None else logging.WARNING
+        return _named(deadline, network) or _loopback(network, level)
     host, port = unbracketed(route[0]), route[1]
     subject = f"the backend's host {host}"
     source = _within(deadline, subject, lambda: _source([(host, port)], network))
@@ -121,7 +123,7 @@ def choose_address(
             f"{join_host_port(host, port)}, and its own name leads nowhere. Give an address of "
             "this machine that the other nodes can reach with --local-addr."
         )
-    return _loopback(network)
+    return _loopback(network, logging.WARNING)
 
 
 def _named(deadline: float, network: Network) -> str | None:
@@ -139,9 +141,10 @@ def _named(deadline: float, network: Network) -> str | None:
     return None
 
 
-def _loopback(network: Network) -> str:
+def _loopback(network: Network, level: int) -> str:
     chosen = "127.0.0.1" if network.is_own("127.0.0.1") else "::1"
-    logger.warning(
+    logger.log(
+        level,
         "This node tells its peers the address %s: only nodes on this machine can join it. For "
         "nodes on other machines, give an address that they can reach with --local-addr.",
         chosen,
@@ -235,10 +238,7 @@ def _within(deadline: float, subject: str, ask: Callable[[], _Answer]) -> _Answe
 
 
 def _look_up(address: str, port: int, kind: socket.SocketKind) -> list[Any]:
-    try:
-        return socket.getaddrinfo(address, port, type=kind, flags=socket.AI_NUMERICHOST)
-    except UnicodeError as error:
-        raise OSError(errno.EINVAL, "not an address") from error
+    return socket.getaddrinfo(address, port, type=kind, flags=socket.AI_NUMERICHOST)
 
 
 def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

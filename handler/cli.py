@@ -91,12 +91,12 @@ def _parser() -> argparse.ArgumentParser:
 def _backends(options: argparse.Namespace) -> int:
     from rdzv.registry import known_backends
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": known.name,
             "built": bool(known.factory),
             "endpoint": known.endpoint,
-            "install": f"pip install 'rdzv[{known.extra}]'" if known.extra else "",
+            "extras": known.extras,
         }
         for known in known_backends()
     ]
@@ -104,8 +104,9 @@ def _backends(options: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     for row in rows:
-        status = "installed" if row["built"] else "not in this release"
-        print(f"{row['name']:<12} {status:<20} {row['endpoint']}".rstrip())
+        status = "built" if row["built"] else "not in this release"
+        extras = " or ".join(f"rdzv[{extra}]" for extra in row["extras"])
+        print(f"{row['name']:<12} {status:<20} {row['endpoint']:<42} {extras}".rstrip())
     return 0
 
 
@@ -415,7 +416,9 @@ def _print_stored(stored: _Stored, options: argparse.Namespace, endpoint: str) -
         print(f"  Coordinator   {state.coordinator or '-'}")
         print(f"  Waiting       {state.waiting} would be admitted")
         print(f"  Lost          {', '.join(state.lost) or '-'}")
-        print(f"  Closed        {state.closed.reason or 'yes' if state.closed else 'no'}")
+        closed = (state.closed.reason or "yes") if state.closed else "no"
+        well = ", and it had ended well" if state.closed and state.closed.ended_well else ""
+        print(f"  Closed        {closed}{well}")
         for title, nodes in (
             ("Participants by rank", state.participants),
             ("Proposed for the next round", state.proposal.participants if state.proposal else ()),

@@ -4,6 +4,8 @@ Rules:
 
 * A backend is an entry point of group ``rdzv.backends``: its name, and a factory
   ``create_backend(params) -> (backend, store)``. It is imported when it is chosen, not before.
+  Its module may name the ``--rdzv-conf`` options that only it knows: ``EXTRA_OPTIONS``, a
+  frozenset. What all backends share is checked before the factory is called.
 * A name that this project promises but has no entry point for is not built yet, and says so.
 * A missing driver becomes the name of the extra to install. No other ImportError is touched: it
   is somebody's bug, and hiding it would hide the bug.
@@ -14,10 +16,12 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import importlib.metadata
 import logging
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Store
@@ -26,7 +30,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 import rdzv
 from rdzv.errors import RendezvousError, RendezvousSettingsError
 from rdzv.ports import Closable
-from rdzv.settings import resolve_endpoint
+from rdzv.settings import Settings, resolve_endpoint
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -45,31 +49,31 @@ class KnownBackend:
     name: str
     endpoint: str = ""
     """What ``--rdzv-endpoint`` may be, in words."""
-    extra: str = ""
-    """The extra that brings the driver; "" where none is needed."""
-    drivers: tuple[str, ...] = ()
-    """Modules that the extra brings."""
+    extras: tuple[str, ...] = ()
+    """The extras that bring its drivers; none where none is needed."""
     factory: str = ""
     """``module:function``; "" as long as the backend is not built."""
 
 
 _PROMISED = (
-    KnownBackend(
-        "redis", "host:port, redis://, rediss:// or unix://", "redis", ("redis", "hiredis")
-    ),
-    KnownBackend("sql", "an SQLAlchemy URL"),
-    KnownBackend("postgresql", "host:port/database or a URL", "postgresql", ("psycopg",)),
-    KnownBackend("mysql", "host:port/database or a URL", "mysql", ("pymysql",)),
+    KnownBackend("redis", "host:port, redis://, rediss:// or unix://", ("redis",)),
+    KnownBackend("sql", "an SQLAlchemy URL", ("postgresql", "mysql")),
+    KnownBackend("postgresql", "host:port/database or a URL", ("postgresql",)),
+    KnownBackend("mysql", "host:port/database or a URL", ("mysql",)),
     KnownBackend("sqlite", "the path of a file on this machine"),
-    KnownBackend(
-        "etcd-v3",
-        "host:port[;host:port...], etcd:// or etcds://",
-        "etcd",
-        ("pyetcd", "grpc", "google"),
-    ),
+    KnownBackend("etcd-v3", "host:port[;host:port...], etcd:// or etcds://", ("etcd",)),
     KnownBackend("tcpstore", "host:port"),
     KnownBackend("filestore", "the path of a file that all nodes share"),
 )
+_EXTRA_OF_MODULE = {
+    "redis": "redis",
+    "hiredis": "redis",
+    "psycopg": "postgresql",
+    "pymysql": "mysql",
+    "pyetcd": "etcd",
+    "grpc": "etcd",
+    "google": "etcd",
+}
 _TORCHS_OWN = ("c10d", "etcd", "etcd-v2", "static")
 
 
@@ -77,13 +81,7 @@ def known_backends() -> tuple[KnownBackend, ...]:
     """All names: those of this project, built or not, then those of third parties."""
     installed = _entry_points()
     known = [
-        KnownBackend(
-            one.name,
-            one.endpoint,
-            one.extra,
-            one.drivers,
-            installed[one.name].value if one.name in installed else "",
-        )
+        replace(one, factory=installed[one.name].value if one.name in installed else "")
         for one in _PROMISED
     ]
     ours = {one.name for one in known}
@@ -99,6 +97,7 @@ def create(params: RendezvousParameters, name: str | None = None) -> RendezvousH
     """
     from rdzv.handler import create_handler
 
+    _log_where_torch_logs()
     params = _resolved(params)
     backend, store = _open(params, name or params.backend)
     try:
@@ -108,6 +107,18 @@ def create(params: RendezvousParameters, name: str | None = None) -> RendezvousH
             if isinstance(opened, Closable):
                 opened.close()
         raise
+
+
+def _log_where_torch_logs() -> None:
+    """Show our records where torch shows its own, from the level in LOGLEVEL on (default WARNING),
+    unless the program has set up logging by itself: torch sets up its own namespace only."""
+    ours = logging.getLogger("rdzv")
+    if ours.handlers or logging.getLogger().handlers:
+        return
+    for handler in logging.getLogger("torch").handlers:
+        ours.addHandler(handler)
+    level = os.environ.get("LOGLEVEL", "WARNING").upper()
+    ours.setLevel(getattr(logging, level, logging.WARNING))
 
 
 def open_backend(
@@ -125,11 +136,21 @@ def _resolved(params: RendezvousParameters) -> RendezvousParameters:
 
 def _open(params: RendezvousParameters, name: str) -> tuple[RendezvousBackend, Store]:
     known = _find(name)
+    entry = _entry_points()[name]
     try:
-        factory: Factory = _entry_points()[name].load()
+        factory: Factory = entry.load()
+        extra_options = getattr(importlib.import_module(entry.module), "EXTRA_OPTIONS", ())
+        Settings.from_parameters(params, frozenset(extra_options))
         made: Any = factory(params)
     except ModuleNotFoundError as error:
-        raise _missing_driver(known, error) from error
+        module = (error.name or "").partition(".")[0]
+        extra = _EXTRA_OF_MODULE.get(module)
+        if extra not in known.extras:
+            raise
+        raise RendezvousSettingsError(
+            f"--rdzv-backend={name} needs the Python package that provides {module!r}, which is "
+            f"not installed here. On every node: pip install 'rdzv[{extra}]'"
+        ) from error
     if (
         not isinstance(made, tuple)
         or len(made) != 2
@@ -166,19 +187,6 @@ def _find(name: str) -> KnownBackend:
             f"{built}. Choose one of them, or a release that has {name}."
         )
     return known[name]
-
-
-def _missing_driver(known: KnownBackend, error: ModuleNotFoundError) -> Exception:
-    """What to raise for it: the same error, unless a driver's own module is what is missing."""
-    missing = (error.name or "").partition(".")[0]
-    for candidate in (known, *_PROMISED):
-        if missing in candidate.drivers:
-            return RendezvousSettingsError(
-                f"--rdzv-backend={known.name} needs the Python package that provides {missing!r}, "
-                f"which is not installed here. Install it on every node: "
-                f"pip install 'rdzv[{candidate.extra}]'"
-            )
-    return error
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:

@@ -74,8 +74,8 @@ OPTIONS = frozenset(_DURATIONS_SECONDS) | {
 _NOT_THE_USERS = frozenset({"timeout"})
 """torchrun always adds ``timeout=900``: nobody's choice, used by nothing of ours."""
 
-# A backend's factory and the handler read the same parameters object, and only the factory knows
-# the backend's own options: so what it said of them is remembered, and nothing is warned of twice.
+# Registry, factory and handler read the same parameters object, and the handler does not know the
+# backend's own options: so what was said of them is remembered, and nothing is warned of twice.
 _extra_options: WeakKeyDictionary[RendezvousParameters, set[str]] = WeakKeyDictionary()
 _warnings: WeakKeyDictionary[RendezvousParameters, set[str]] = WeakKeyDictionary()
 
@@ -135,8 +135,8 @@ class Settings:
     ) -> Settings:
         """Check ``params`` and read the environment and files that they name.
 
-        ``extra_options`` are names that the calling backend reads from ``params`` itself. Of
-        other unknown names a warning is logged, once for one ``params``.
+        ``extra_options`` are names that a backend reads from ``params`` itself. Of other unknown
+        names a warning is logged, once for one ``params``.
 
         Raises ``RendezvousSettingsError`` (also a ``ValueError``) for what cannot work.
         """

@@ -1,0 +1,62 @@
+# Every target first brings .venv up to date (.ci/venv.py says how); that takes no time when it is.
+# Variables:  PYTHON=python3.11  TORCH_VERSION=2.13.0  TORCH_INDEX_URL=URL  TORCH=cuda  SEEDS=100
+
+PYTHON ?= python3
+SEEDS ?= 100
+export TORCH_VERSION TORCH_INDEX_URL TORCH
+
+BIN := .venv/bin
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+PROGRAMS := $(wildcard .ci/*.py examples/*.py) $(BENCHMARKS)
+# One process for everything, so that one closing line counts everything.
+PYTEST := $(BIN)/pytest --doctest-modules --pyargs rdzv ./tests
+
+.PHONY: help venv demo test test-full lint types sim bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this text
+	@sed -n 's/^\([a-z-]*\):[^#]*##/  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^# Variables: /\nVariables:/p' Makefile
+
+venv:  ## .venv with the package and all tools
+	@command -v "$(PYTHON)" >/dev/null || { echo "No $(PYTHON) here. Install Python 3.10 or newer" \
+	    "(Debian: apt install python3 python3-venv) or name one: make PYTHON=/path/to/python3" >&2; \
+	    exit 1; }
+	@"$(PYTHON)" .ci/venv.py
+
+demo: venv  ## an elastic training run on SQLite: a node dies, a new one joins
+	@$(BIN)/python examples/demo.py
+
+test: lint types  ## all checks and tests, under 10 minutes on 2 cores
+	@echo "[sim] $(SEEDS) seeds"
+	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
+	@echo "[pytest] doctests and tests/"
+	@$(PYTEST)
+
+test-full: SEEDS := 1000
+test-full: lint types  ## the same with 1,000 simulation seeds and the long tests
+	@echo "[sim] $(SEEDS) seeds"
+	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
+	@echo "[pytest] doctests and tests/, the long ones too"
+	@$(PYTEST) -m ""
+
+lint: venv  ## ruff: rules and format
+	@echo "[lint] ruff"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+
+types: venv  ## mypy --strict
+	@echo "[types] mypy$(if $(wildcard .mypy_cache),, (about a minute this time, since it reads torch))"
+	@$(BIN)/mypy --strict -p rdzv
+	@$(BIN)/mypy --strict --exclude ^tests/conformance/ tests $(PROGRAMS)
+
+sim: venv  ## simulation only: make sim SEEDS=1000
+	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
+
+bench: venv  ## every program in benchmarks/
+	@for program in $(or $(BENCHMARKS),$(error benchmarks/ holds no program)); do \
+	    echo "[bench] $$program"; $(BIN)/python "$$program" || exit; done
+
+clean:  ## remove .venv, build/ and every cache
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
