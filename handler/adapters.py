@@ -8,8 +8,9 @@ Theory. State and roster share the one document, in a frame of JSON:
   what it lost to, with jitter. A beat therefore costs O(nodes) bytes and may have to be repeated:
   ``BARE_NODES_MAX`` nodes are what this is good for.
 * There is no clock to expire an entry by. Each entry counts its beats, and every observer judges
-  by its own monotonic clock how long *it* has seen the counter stand still. An entry that it has
-  not yet seen move is live but not ``proven``: it blocks a round and is no candidate.
+  by its own monotonic clock how long *it* has seen the counter stand still. An entry that it found
+  at its first look and has not yet seen move is live but not ``proven``: it blocks a round and is
+  no candidate. So the revision, which tells an observer to list again, moves with that, too.
 * There is no age of the state either: a node acts on a change when it sees it.
 """
 
@@ -85,6 +86,7 @@ class FramedBackend(RendezvousBackend, Roster):
         self._clock = clock
         self._lock = threading.Lock()
         self._sightings: dict[str, _Sighting] = {}
+        self._has_looked = False
         self._own: set[str] = set()
 
     @property
@@ -160,10 +162,14 @@ class FramedBackend(RendezvousBackend, Roster):
             frame.rows.items(), key=lambda item: (item[1].withdrawn, item[1].arrival)
         ):
             if row.withdrawn or self._is_live(node_id, row):
-                proven = node_id in self._own or self._sightings[node_id].proven
                 entry = Entry(node_id, row.data, row.label)
+                proven = self._is_proven(node_id)
                 listed.append(Listed(entry, withdrawn=row.withdrawn, proven=proven))
         return listed
+
+    def revision_of(self, frame: _Frame) -> Any:
+        """The roster's revision as this observer sees it."""
+        return frame.revision, sum(self._is_proven(node_id) for node_id in frame.rows)
 
     def look(self) -> _Frame:
         """The frame as it is now, with a note of which entries have moved."""
@@ -201,16 +207,24 @@ class FramedBackend(RendezvousBackend, Roster):
             for node_id, row in frame.rows.items():
                 seen = self._sightings.get(node_id)
                 if seen is None:
-                    self._sightings[node_id] = _Sighting(row.beats, now, proven=False)
+                    # What was not there at the last look has been written since.
+                    sighting = _Sighting(row.beats, now, proven=self._has_looked)
+                    self._sightings[node_id] = sighting
                 elif seen.beats != row.beats:
                     self._sightings[node_id] = _Sighting(row.beats, now, proven=True)
             for node_id in set(self._sightings) - set(frame.rows):
                 del self._sightings[node_id]
+            self._has_looked = True
 
     def _stood_still_seconds(self, node_id: str) -> float:
         with self._lock:
             seen = self._sightings.get(node_id)
             return 0.0 if seen is None else self._clock() - seen.since
+
+    def _is_proven(self, node_id: str) -> bool:
+        with self._lock:
+            seen = self._sightings.get(node_id)
+            return node_id in self._own or (seen is not None and seen.proven)
 
     def _is_live(self, node_id: str, row: _Row) -> bool:
         return not row.withdrawn and self._stood_still_seconds(node_id) < row.ttl_seconds
@@ -228,7 +242,7 @@ class FramedBackend(RendezvousBackend, Roster):
         return Pulse(
             token=frame.token,
             live=len(live),
-            revision=frame.revision,
+            revision=self.revision_of(frame),
             present=node_id in live,
             peer_live=question.peer_id in live,
             confirmed=sum(row.label == label for row in live.values()) if label else 0,
@@ -266,11 +280,11 @@ class PollingWatch(Watch):
                 return None
             pause = min(POLL_MAX_SECONDS, pause * 1.5)
 
-    def _ask(self) -> tuple[tuple[bytes, Token] | None, int | None]:
+    def _ask(self) -> tuple[tuple[bytes, Token] | None, Any]:
         if isinstance(self._backend, FramedBackend):
             frame = self._backend.look()
             found = None if frame.state is None else (frame.state, frame.token)
-            return found, frame.revision
+            return found, self._backend.revision_of(frame)
         return self._backend.get_state(), None
 
 

@@ -29,6 +29,7 @@ class Departure:
 
     def __init__(self, withdraw: Callable[[], None]) -> None:
         self._withdraw: Callable[[], None] | None = withdraw
+        self._process_id = os.getpid()
         _departures.add(self)
 
     def cancel(self) -> None:
@@ -39,7 +40,8 @@ class Departure:
     def now(self) -> None:
         """Withdraw, and wait for it ``WITHDRAW_TIMEOUT_SECONDS`` at most. Never raises."""
         withdraw, self._withdraw = self._withdraw, None
-        if withdraw is None:
+        # The end of a forked child is not the end of the node.
+        if withdraw is None or os.getpid() != self._process_id:
             return
         thread = threading.Thread(target=_quietly, args=(withdraw,), daemon=True)
         try:

@@ -3,7 +3,7 @@
 Rules:
 
 * One place where bytes meet records, and where a backend's exceptions become ours: whatever it
-  raises that is no rendezvous error is taken for a lost connection, with its text, so that a
+  raises that its contract does not name is taken for a lost connection, with its text, so that a
   fault in a driver costs a retry and not a silent thread.
 * Nothing is decided here, and nothing is repeated: an effect is performed once and either answered
   or failed.
@@ -32,7 +32,12 @@ from rdzv.effects import (
     Wait,
     Withdraw,
 )
-from rdzv.errors import RendezvousConnectionError, RendezvousError, mask_secrets
+from rdzv.errors import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    mask_secrets,
+)
 from rdzv.ports import Located, Roster, Token, Watch
 from rdzv.state import Present
 
@@ -76,7 +81,7 @@ class Driver:
         Raises what the generator raises, and :class:`Stopped` after :meth:`stop`.
         """
         answer: Any = None
-        error: RendezvousConnectionError | None = None
+        error: RendezvousError | None = None
         while True:
             try:
                 effect = steps.throw(error) if error is not None else steps.send(answer)
@@ -89,14 +94,14 @@ class Driver:
             error = None
             try:
                 answer = self.perform(effect)
-            except RendezvousConnectionError as lost:
-                error = lost
+            except RendezvousError as failure:
+                error = failure
 
     def perform(self, effect: Effect) -> Any:
         """The answer to one effect, as :mod:`rdzv.effects` describes it."""
         try:
             return self._perform(effect)
-        except (RendezvousError, Stopped):
+        except (RendezvousConnectionError, RendezvousStateError, Stopped):
             raise
         except Exception as error:
             where = f" at {self.endpoint}" if self.endpoint else ""

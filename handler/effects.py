@@ -134,6 +134,8 @@ class Session:
     """Admitted to the barrier or a round of this incarnation."""
     announced: bool = False
     """Whether the entry is in the roster, as far as this node knows."""
+    doubt_until: float = 0.0
+    """Until then, an announcement that had failed may still overwrite the entry."""
     minimum_since: float | None = None
     quiet_until: float = 0.0
     deadline: float | None = None

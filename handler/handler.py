@@ -8,6 +8,7 @@ Rules:
 * Every round has a bootstrap of its own: rank 0 serves a TCPStore on a free port at its own address
   and publishes it in the round's store. Nothing is kept from one round to the next.
 * ``shutdown()`` never raises: an exception there would turn a good run into exit code 1.
+* Closing needs neither the background thread nor its session: it works while a barrier is entered.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from rdzv.errors import (
 from rdzv.keepalive import KeepAlive
 from rdzv.machine import Rules
 from rdzv.ports import Closable, Located
-from rdzv.protocol import close, finish, give_up
+from rdzv.protocol import close, finish
 from rdzv.round_store import RoundStore
 from rdzv.settings import Settings
 from rdzv.state import Node, RosterEntry, State
@@ -58,9 +59,12 @@ DEADLINE_SLACK_SECONDS = 0.5
 """The background thread ends a barrier at its deadline and knows why; a little later the caller
 ends it without a reason."""
 CLOSE_RETRY_SECONDS = 0.2
+LEAVE_SECONDS_MIN = 0.1
 FINISH_TIMEOUT_SECONDS = 5.0
 TELL_FIRST_SECONDS = 5.0
 TELL_MOST_SECONDS = 60.0
+WARN_AFTER_SECONDS = 30.0
+"""Who has waited this long is told so at torchrun's default level of logging."""
 
 
 def create_handler(
@@ -93,7 +97,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             entry=entry,
             unique=unique,
             clock=time.monotonic,
-            jitter=lambda most_seconds: random.uniform(most_seconds / 2, most_seconds),
+            jitter=_jitter,
             outage_timeout_seconds=settings.outage_timeout_seconds,
             proves_life_by_beats=not self._driver.has_roster,
         )
@@ -105,6 +109,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         )
         self._departure = Departure(self._withdraw)
         self._round_store: weakref.ref[RoundStore] | None = None
+        self._holds_round = False
+        self._has_closed = False
         self._is_shut_down = False
 
     @property
@@ -133,7 +139,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def is_closed(self) -> bool:
         """See base class. As this node has last heard."""
         state = self._session.state
-        return self._session.run_closed or (state is not None and state.closed is not None)
+        closed = state is not None and state.closed is not None
+        return self._has_closed or self._session.run_closed or closed
 
     def num_nodes_waiting(self) -> int:
         """See base class. As this node has last heard; counts lost participants too, unless
@@ -154,13 +161,23 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """See base class."""
         if self._is_shut_down:
             raise RendezvousClosedError("This rendezvous handler was shut down.")
+        self._holds_round = False
+        seconds = self._settings.join_timeout_seconds
         with self._departure.on_sigterm():
             while True:
-                state = self._join()
+                state, deadline = self._join(seconds)
                 try:
-                    return self._info(state)
+                    info = self._info(state, deadline)
                 except BootstrapLost as lost:
                     logger.info("%s: %s; joining the next round", self._node.id, lost)
+                    seconds = max(0.0, deadline - time.monotonic())
+                    continue
+                except BaseException:
+                    # It never got in, so it must neither hold the round nor close the run.
+                    self._keep_alive.leave()
+                    raise
+                self._holds_round = True
+                return info
 
     def set_closed(self) -> None:
         """See base class. Raises ``RendezvousConnectionError`` or ``RendezvousTimeoutError`` when
@@ -177,20 +194,25 @@ class DynamicRendezvousHandler(RendezvousHandler):
         deadline = time.monotonic() + self._settings.close_timeout_seconds
         succeeded = True
         try:
-            if self._session.entry.running is not None:
+            if self._holds_round:
                 self._close(f"shutdown on {self._node.address}", members_only=True)
-            withdrawal = self._keep_alive.ask(lambda: give_up(self._session))
-            withdrawal.result(max(0.1, deadline - time.monotonic()))
-        except (RendezvousError, Stopped, FutureTimeoutError, CancelledError) as error:
+        except Exception as error:
             succeeded = False
-            logger.warning("%s: the shutdown is incomplete: %s", self._node.id, error)
-        self._departure.cancel()
+            logger.warning("%s: the run could not be closed: %s", self._node.id, error)
+        try:
+            self._keep_alive.leave().result(max(LEAVE_SECONDS_MIN, deadline - time.monotonic()))
+            self._departure.cancel()
+        except (Exception, CancelledError) as error:
+            succeeded = False
+            reason = str(error) or "the backend does not answer"
+            logger.warning("%s: this node could not be taken out: %s", self._node.id, reason)
         self._keep_alive.stop()
         if self._keep_alive.wait(1.0) and isinstance(self._backend, Closable):
             self._backend.close()
         return succeeded
 
-    def _join(self) -> State:
+    def _join(self, join_timeout_seconds: float) -> tuple[State, float]:
+        """The document of the round, and the deadline (``time.monotonic``) for setting it up."""
         self._release("the run has gone on to a later round")
         logger.info(
             "%s joins the rendezvous of run %r (%d to %d nodes)",
@@ -199,15 +221,19 @@ class DynamicRendezvousHandler(RendezvousHandler):
             self._settings.min_nodes,
             self._settings.max_nodes,
         )
-        joining = self._keep_alive.join_round(self._settings.join_timeout_seconds)
+        limit = time.monotonic() + join_timeout_seconds
+        joining = self._keep_alive.join_round(join_timeout_seconds)
         try:
-            state: State = self._wait(joining)
+            state: State = self._wait(joining, limit)
+        except Stopped as stopped:
+            raise RendezvousClosedError("This rendezvous handler was shut down.") from stopped
         except BaseException as error:
-            self._session.abandoned = True
-            joining.add_done_callback(self._abandon)
+            self._keep_alive.abandon(joining)
+            joining.add_done_callback(self._abandoned)
             if isinstance(error, RendezvousError):
                 logger.info("%s: %s: %s", self._node.id, type(error).__name__, error)
             raise
+        self._has_closed = False
         logger.info(
             "%s is rank %s of %d in round %d of run %r",
             self._node.id,
@@ -216,12 +242,11 @@ class DynamicRendezvousHandler(RendezvousHandler):
             state.round,
             self._settings.run_id,
         )
-        return state
+        return state, self._session.deadline or limit
 
-    def _wait(self, joining: Future[State]) -> State:
+    def _wait(self, joining: Future[State], limit: float) -> State:
         """Wait for the barrier, telling at a human pace what is missing."""
         session, started = self._session, time.monotonic()
-        limit = session.clock() + self._settings.join_timeout_seconds
         tell_after = TELL_FIRST_SECONDS
         while True:
             try:
@@ -239,19 +264,20 @@ class DynamicRendezvousHandler(RendezvousHandler):
             waited = time.monotonic() - started
             if waited >= tell_after:
                 tell_after += min(TELL_MOST_SECONDS, waited)
-                logger.info("%s: waiting: %s", self._node.id, session.why)
+                level = logging.INFO if waited < WARN_AFTER_SECONDS else logging.WARNING
+                logger.log(
+                    level, "%s has waited for %.0f s: %s", self._node.id, waited, session.why
+                )
 
-    def _abandon(self, joining: Future[State]) -> None:
+    def _abandoned(self, joining: Future[State]) -> None:
         """The caller has left the barrier; if the node gets through it all the same, give up."""
         if not joining.cancelled() and joining.exception() is None:
-            self._keep_alive.ask(lambda: give_up(self._session))
+            self._keep_alive.leave()
 
-    def _info(self, state: State) -> RendezvousInfo:
+    def _info(self, state: State, deadline: float) -> RendezvousInfo:
         round_id, rank = state.round_id, state.rank_of(self._node.id)
         assert round_id is not None
         assert rank is not None
-        limit = time.monotonic() + self._settings.join_timeout_seconds
-        deadline = self._session.deadline or limit
         server = None
         if rank == 0:
             server = BootstrapServer(self._node.address, deadline, shared=self.use_agent_store)
@@ -269,11 +295,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """Why nobody will publish the bootstrap address of this round; "" if somebody may."""
         if self._session.run_closed:
             raise RendezvousClosedError("The run was closed while its round was being set up.")
-        current = self._session.state
-        if self._session.overtaken or current is None or current.round_id != state.round_id:
+        if self._session.overtaken:
             return "the run has gone on to another round"
-        if state.participants[0].id in current.lost:
-            return f"rank 0 ({state.participants[0].id}) was lost before it published its address"
+        # Another document is no proof: the backend may have lost its own for a moment.
+        current, server_id = self._session.state, state.participants[0].id
+        if current is not None and current.round_id == state.round_id and server_id in current.lost:
+            return f"rank 0 ({server_id}) was lost before it published its address"
         if self.num_nodes_waiting():
             return "the round is about to be formed anew"
         return ""
@@ -288,25 +315,39 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def _close(self, reason: str, *, members_only: bool) -> None:
         seconds = self._settings.close_timeout_seconds
-        deadline = time.monotonic() + seconds
+        closing: Future[bool] = Future()
+        threading.Thread(
+            target=self._close_by,
+            args=(time.monotonic() + seconds, reason, members_only, closing),
+            name=f"rdzv-close-{self._node.id}",
+            daemon=True,
+        ).start()
+        try:
+            self._has_closed = closing.result(seconds + DEADLINE_SLACK_SECONDS)
+        except FutureTimeoutError as error:
+            raise RendezvousTimeoutError(
+                f"The run could not be closed within {seconds:g} s: the backend does not answer."
+            ) from error
+
+    def _close_by(
+        self, deadline: float, reason: str, members_only: bool, closing: Future[bool]
+    ) -> None:
         while True:
-            closing = self._keep_alive.ask(
-                lambda: close(self._session, reason, members_only=members_only)
+            session = Session(
+                rules=self._session.rules,
+                entry=self._session.entry,
+                unique=uuid.uuid4().hex[:12],
+                clock=time.monotonic,
+                jitter=_jitter,
             )
             try:
-                closing.result(max(0.0, deadline - time.monotonic()))
-                return
-            except FutureTimeoutError as error:
-                if not closing.done():
-                    closing.cancel()
-                    raise RendezvousTimeoutError(
-                        f"The run could not be closed within {seconds:g} s."
-                    ) from error
-                raise
-            except RendezvousConnectionError:
-                if time.monotonic() >= deadline:
-                    raise
-                threading.Event().wait(CLOSE_RETRY_SECONDS)
+                closed = self._driver.run(close(session, reason, members_only=members_only))
+                return closing.set_result(closed)
+            except BaseException as error:
+                lost = isinstance(error, RendezvousConnectionError)
+                if not lost or time.monotonic() >= deadline:
+                    return closing.set_exception(error)
+            threading.Event().wait(CLOSE_RETRY_SECONDS)
 
     def _release(self, why: str) -> None:
         store = self._round_store() if self._round_store is not None else None
@@ -316,6 +357,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def _withdraw(self) -> None:
         self._keep_alive.stop()
         self._driver.withdraw(self._node.id)
+
+
+def _jitter(most_seconds: float) -> float:
+    return random.uniform(most_seconds / 2, most_seconds)
 
 
 def _rules(settings: Settings) -> Rules:

@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from rdzv.driver import Driver, Stopped
 from rdzv.effects import Effect, Session
-from rdzv.errors import RendezvousError
+from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.protocol import give_up, join, keep_alive
 from rdzv.state import State
 
@@ -35,11 +36,17 @@ GIVE_UP_RETRY_SECONDS = 1.0
 Steps = Callable[[], Generator[Effect, Any, Any]]
 
 
+class _Kind(Enum):
+    ASK = "between two beats"
+    JOIN = "beats follow if it succeeds"
+    LEAVE = "no beat follows"
+
+
 @dataclass(frozen=True, slots=True)
 class _Order:
+    kind: _Kind
     steps: Steps
     future: Future[Any]
-    joins: bool
 
 
 class KeepAlive:
@@ -64,16 +71,25 @@ class KeepAlive:
 
     def join_round(self, join_timeout_seconds: float) -> Future[State]:
         """Enter the barrier. The future holds the document of the round, or the error."""
-        self._session.abandoned = False
 
         def steps() -> Generator[Effect, Any, State]:
             return join(self._session, self._session.clock() + join_timeout_seconds)
 
-        return self._order(steps, joins=True)
+        return self._order(_Kind.JOIN, steps)
 
     def ask(self, steps: Steps) -> Future[Any]:
         """Run the steps of a protocol generator between two beats."""
-        return self._order(steps, joins=False)
+        return self._order(_Kind.ASK, steps)
+
+    def abandon(self, joining: Future[State]) -> None:
+        """Nobody waits for this :meth:`join_round` any more."""
+        if not joining.cancel():
+            self._session.abandoned = True
+
+    def leave(self) -> Future[Any]:
+        """Take this node out of the barrier or its round, and let its keep-alives end."""
+        self._session.abandoned = True
+        return self._order(_Kind.LEAVE, lambda: give_up(self._session))
 
     def stop(self) -> None:
         """Perform nothing further. Does not wait: the thread may be inside a driver's call."""
@@ -86,12 +102,12 @@ class KeepAlive:
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def _order(self, steps: Steps, *, joins: bool) -> Future[Any]:
+    def _order(self, kind: _Kind, steps: Steps) -> Future[Any]:
         future: Future[Any] = Future()
         if self._stopped:
             future.set_exception(Stopped("the rendezvous handler was shut down"))
         else:
-            self._orders.put(_Order(steps, future, joins))
+            self._orders.put(_Order(kind, steps, future))
         return future
 
     def _serve(self) -> None:
@@ -122,18 +138,20 @@ class KeepAlive:
         return min(3600.0, max(0.0, self._session.next_beat - self._session.clock()))
 
     def _obey(self, order: _Order) -> None:
+        if order.kind is _Kind.JOIN:
+            self._session.abandoned = False
         if not order.future.set_running_or_notify_cancel():
             return
-        if order.joins:
+        if order.kind is not _Kind.ASK:
             self._running = False
         try:
             result = self._driver.run(order.steps())
         except BaseException as error:
             order.future.set_exception(error)
-            if order.joins:
+            if order.kind is _Kind.JOIN:
                 self._give_up()
             return
-        if order.joins:
+        if order.kind is _Kind.JOIN:
             self.fatal = None
             self._running = True
         order.future.set_result(result)
@@ -183,7 +201,8 @@ class KeepAlive:
             except Stopped:
                 return
             except Exception as error:
-                if time.monotonic() >= deadline:
+                lost = isinstance(error, RendezvousConnectionError)
+                if not lost or time.monotonic() >= deadline:
                     logger.debug("%s: could not withdraw: %s", self._name, error)
                     return
                 threading.Event().wait(0.1)

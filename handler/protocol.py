@@ -71,9 +71,11 @@ LISTING_RANKS = 3
 """How many of the lowest ranks list the roster at once when the pulse has changed."""
 LISTING_GAP_SECONDS_PER_ENTRY = 0.0005
 """Between two listings of a growing crowd, so that a joining storm costs linear work."""
-WATCH_CLOSED_SECONDS = 0.5
 BACK_OFF_FIRST_SECONDS = 0.1
 BACK_OFF_MAX_SECONDS = 5.0
+LATE_WRITE_SECONDS = 120.0
+"""For so long after an announcement has failed it may still arrive, and overwrite later ones: a
+node announces after every beat until then."""
 SWAP_ATTEMPTS_MAX = 16
 """Of one step; every lost race means that somebody else has made progress."""
 
@@ -289,7 +291,7 @@ def _arrive(session: Session) -> Asking:
         return False
     why = f"the run is closed; its run id can be used again in {grace - watched:.1f} s"
     session.why = why
-    seconds = min(WATCH_CLOSED_SECONDS, max(0.0, grace - watched))
+    seconds = min(session.rules.keep_alive_interval_seconds, max(0.0, grace - watched))
     found = yield Wait(session.token, None, seconds, why)
     if found is not None:
         _take(session, found)
@@ -328,15 +330,17 @@ def _wait(session: Session, decision: Decision) -> Steps:
     moments = [session.next_beat, session.deadline, decision.wake_at_seconds]
     pulse, revision = session.pulse, None
     if session.coordinates and pulse is not None:
-        if _key(pulse) == session.listed_key or session.listing is None:
-            revision = pulse.revision
-        else:
-            moments.append(session.listing.started_at_seconds + _listing_gap(session))
+        revision = pulse.revision
+        if session.listing is not None and _key(pulse) != session.listed_key:
+            look_at = session.listing.started_at_seconds + _listing_gap(session)
+            if look_at > now:
+                moments.append(look_at)
+                revision = None
     until = min(moment for moment in moments if moment is not None)
     found = yield Wait(session.token, revision, max(0.0, until - now), decision.why)
     if found is not None:
         _take(session, found)
-    elif revision is not None and session.clock() < until:
+    elif session.clock() < until:
         session.next_beat = session.clock()
 
 
@@ -525,7 +529,11 @@ def _announce(session: Session, entry: RosterEntry) -> Steps:
     question = _question(session)
     asked_at = session.clock()
     session.announced = False
-    pulse = yield Announce(Entry(session.id, encode_entry(entry), label), question)
+    try:
+        pulse = yield Announce(Entry(session.id, encode_entry(entry), label), question)
+    except RendezvousConnectionError:
+        session.doubt_until = session.clock() + LATE_WRITE_SECONDS
+        raise
     session.announced = True
     _take_pulse(session, pulse, asked_at)
 
@@ -536,6 +544,8 @@ def _beat(session: Session) -> Steps:
     if not pulse.present and session.announced:
         session.announced = False
         session.lose_contact()
+    if session.clock() < session.doubt_until:
+        session.announced = False
     _take_pulse(session, pulse, asked_at)
 
 

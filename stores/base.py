@@ -431,17 +431,19 @@ class Store(TorchStore):
         """Make the request until it is answered, or the deadline, the store's own, is over."""
         limit = deadline or self._deadline()
         pauses = Backoff(RETRY_SECONDS_FIRST, RETRY_SECONDS_LAST)
+        repeated = False  # at least once: a short wait must bear a connection that has gone stale
         while True:
             try:
                 return request()
             except Unanswered as error:
-                if limit.passed:
+                if limit.passed and repeated:
                     raise dist.DistNetworkError(
                         f"{action}: no answer from {self.endpoint} within the timeout of "
                         f"{limit.seconds:g} s: {mask_secrets(str(error))}. Look whether it runs "
                         "and can be reached from here, or raise the store's timeout."
                     ) from error
             pauses.sleep(limit)
+            repeated = True
 
 
 def _operation() -> str:

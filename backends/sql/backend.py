@@ -261,30 +261,12 @@ class _RosterRows:
             .order_by(roster.c.withdrawn, roster.c.arrival, roster.c.node_key)
         )
 
-        def of_run(column: sa.Column[Any]) -> Any:
-            return sa.select(column).where(column.table.c.run_key == run_key).scalar_subquery()
-
         self._marks = sa.select(
-            of_run(states.c.version), of_run(states.c.write_id), of_run(runs.c.revision)
+            _of_run(states.c.version, run_key),
+            _of_run(states.c.write_id, run_key),
+            _of_run(runs.c.revision, run_key),
         )
-        peer = roster.alias()
-        has_label = sa.case((roster.c.label_key == sa.bindparam("label"), 1), else_=0)
-        self._pulse = sa.select(
-            of_run(states.c.version),
-            of_run(states.c.write_id),
-            now - of_run(states.c.written_at),
-            of_run(runs.c.revision),
-            sa.select(sa.func.count())
-            .where(
-                peer.c.run_key == run_key,
-                peer.c.node_key == sa.bindparam("peer"),
-                peer.c.withdrawn == 0,
-                peer.c.expires_at > now,
-            )
-            .scalar_subquery(),
-            sa.func.count(),
-            sa.func.coalesce(sa.func.sum(has_label), 0),
-        ).where(is_live)
+        self._pulse = _pulse_statement(database, run_key, is_live)
 
     def live(self, connection: sa.Connection, node_key: str) -> Entry | None:
         """The node's live entry."""
@@ -360,6 +342,37 @@ class _RosterRows:
             f"{self._endpoint} holds a roster entry that rdzv has not written: see who else "
             "writes to its tables"
         )
+
+
+def _pulse_statement(
+    database: Database, run_key: str, is_live: sa.ColumnElement[bool]
+) -> sa.Select[Any]:
+    """All of a pulse at one moment; what grows with the number of nodes is read from an index."""
+    tables, now = database.tables, database.dialect.now
+    roster, states, runs = tables.roster, tables.states, tables.runs
+    peer = roster.alias()
+    has_label = sa.case((roster.c.label_key == sa.bindparam("label"), 1), else_=0)
+    return sa.select(
+        _of_run(states.c.version, run_key),
+        _of_run(states.c.write_id, run_key),
+        now - _of_run(states.c.written_at, run_key),
+        _of_run(runs.c.revision, run_key),
+        sa.select(sa.func.count())
+        .where(
+            peer.c.run_key == run_key,
+            peer.c.node_key == sa.bindparam("peer"),
+            peer.c.withdrawn == 0,
+            peer.c.expires_at > now,
+        )
+        .scalar_subquery(),
+        sa.func.count(),
+        sa.func.coalesce(sa.func.sum(has_label), 0),
+    ).where(is_live)
+
+
+def _of_run(column: sa.Column[Any], run_key: str) -> sa.ScalarSelect[Any]:
+    """The column in the one row that the run has; NULL where it has none."""
+    return sa.select(column).where(column.table.c.run_key == run_key).scalar_subquery()
 
 
 def _token(version: Any, write_id: Any) -> Token | None:

@@ -35,7 +35,7 @@ from rdzv.errors import (
 )
 
 POOL_CONNECTIONS_KEPT = 4
-POOL_CONNECTIONS_MAX = 64
+POOL_CONNECTIONS_MAX = 16
 POLL_SECONDS_FIRST = 0.005
 POLL_SECONDS_LAST = 0.02
 
@@ -90,7 +90,12 @@ class Dialect(ABC):
 
     @abstractmethod
     def is_replaced(self) -> bool:
-        """Whether what was prepared is no more, although connections may still seem to work."""
+        """Whether what was prepared is no more, although connections may still seem to work.
+        False before :meth:`prepare` and after :meth:`forget`."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The caller has been told of the loss: what is there next is as good."""
 
     @abstractmethod
     def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
@@ -186,6 +191,11 @@ class SqliteDialect(Dialect):
     def __init__(
         self, path: Path, options: SqlOptions, filesystem_type: Callable[[Path], str]
     ) -> None:
+        if options.schema is not None:
+            raise RendezvousSettingsError(
+                f"schema={options.schema!r}: SQLite has no schemas; leave the option out, or use "
+                "table_prefix"
+            )
         try:
             # A job may change its directory later; the file must stay the same one.
             self._path = path.expanduser().resolve()
@@ -206,6 +216,11 @@ class SqliteDialect(Dialect):
         try:
             if self._path.exists() and self._is_made(tables, deadline):
                 return
+            if not self._options.create_tables:
+                raise RendezvousSettingsError(
+                    f"{self._path} has no tables of rdzv with table_prefix="
+                    f"{self._options.table_prefix}, and create_tables=false"
+                )
             with files.directory_lock(self._path.parent, deadline):
                 self._make(tables, deadline)
         except sa.exc.DatabaseError as error:
@@ -219,8 +234,11 @@ class SqliteDialect(Dialect):
     def _is_made(self, tables: Tables, deadline: float) -> bool:
         with _one_connection(lambda: self._connect("rw")) as connection:
             self.begin(connection, False, deadline - time.monotonic())
-            self._identity = files.identity(self._path)
-            return tables.check(connection, self.endpoint)
+            found = files.identity(self._path)
+            is_made = tables.check(connection, self.endpoint)
+            if is_made:
+                self._identity = found
+            return is_made
 
     def _make(self, tables: Tables, deadline: float) -> None:
         if not self._path.exists():
@@ -250,10 +268,14 @@ class SqliteDialect(Dialect):
                 time.sleep(files.LOCK_POLL_SECONDS)
 
     def engine(self) -> sa.Engine:
-        return _sqlite_engine(self._open)
+        return _sqlite_engine(self._open, self._options.read_timeout_seconds)
 
     def is_replaced(self) -> bool:
-        return files.identity(self._path) != self._identity
+        expected = self._identity
+        return expected is not None and files.identity(self._path) != expected
+
+    def forget(self) -> None:
+        self._identity = None
 
     def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
         connection.begin()
@@ -343,19 +365,20 @@ def _meaning(text: str) -> tuple[type[RendezvousError], str]:
     return RendezvousConnectionError, "Try again, or look at the file."
 
 
-def _sqlite_engine(creator: Callable[[], sqlite3.Connection]) -> sa.Engine:
+def _sqlite_engine(creator: Callable[[], sqlite3.Connection], timeout_seconds: float) -> sa.Engine:
     return sa.create_engine(
         "sqlite://",
         creator=creator,
         poolclass=sa.QueuePool,
         pool_size=POOL_CONNECTIONS_KEPT,
         max_overflow=POOL_CONNECTIONS_MAX - POOL_CONNECTIONS_KEPT,
+        pool_timeout=timeout_seconds,
     )
 
 
 @contextlib.contextmanager
 def _one_connection(creator: Callable[[], sqlite3.Connection]) -> Iterator[sa.Connection]:
-    engine = _sqlite_engine(creator)
+    engine = _sqlite_engine(creator, 0.0)
     try:
         with engine.connect() as connection:
             yield connection

@@ -166,14 +166,14 @@ class Database:
         raise lost
 
     def _ready_engine(self, deadline: float) -> sa.Engine:
+        if self.dialect.is_replaced():
+            self._forget(was_told=True)
+            raise RendezvousConnectionError(
+                f"{self.endpoint} was removed or replaced; the next call opens it anew"
+            )
         engine = self._engine
         if engine is not None:
-            if not self.dialect.is_replaced():
-                return engine
-            self._forget()
-            raise RendezvousConnectionError(
-                f"{self.endpoint} was removed or replaced while in use; the next call opens it anew"
-            )
+            return engine
         if not self._opening.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise RendezvousConnectionError(f"{self.endpoint} could not be opened in time")
         try:
@@ -184,7 +184,9 @@ class Database:
         finally:
             self._opening.release()
 
-    def _forget(self) -> None:
+    def _forget(self, *, was_told: bool = False) -> None:
+        if was_told:
+            self.dialect.forget()
         engine, self._engine = self._engine, None
         try:
             self._signal.close()
@@ -197,7 +199,7 @@ class Database:
     def _explained(self, error: BaseException) -> RendezvousError:
         trouble = self.dialect.explain(error)
         if trouble.reopen:
-            self._forget()
+            self._forget(was_told=True)
         return trouble.error
 
     @contextlib.contextmanager

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rdzv.errors import RendezvousSettingsError
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+from rdzv.settings import Settings
 
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 
@@ -28,6 +25,10 @@ class SqlOptions:
     closed_grace_seconds: float = 60.0
     """A run's records live for the sum of these two after its last sign of life."""
     table_prefix: str = "rdzv_"
+    schema: str | None = None
+    """The schema that holds the tables; SQLite has none."""
+    create_tables: bool = True
+    """Whether tables that are missing are made; else an administrator has to."""
     allow_network_filesystem: bool = False
     """SQLite only: use a file on NFS and the like, with rollback journal instead of WAL."""
 
@@ -50,29 +51,14 @@ class SqlOptions:
         return self.outage_timeout_seconds + self.closed_grace_seconds
 
     @classmethod
-    def from_parameters(cls, params: RendezvousParameters) -> SqlOptions:
-        """The options a user gave in ``--rdzv-conf``."""
-        try:
-            allow = params.get_as_bool("allow_network_filesystem", False)
-        except ValueError as error:
-            raise RendezvousSettingsError(
-                "allow_network_filesystem must be true or false, not "
-                f"{params.get('allow_network_filesystem')!r}"
-            ) from error
+    def from_settings(cls, settings: Settings) -> SqlOptions:
+        """What of the user's choices concerns this backend."""
         return cls(
-            read_timeout_seconds=_seconds(params, "read_timeout", 60.0),
-            outage_timeout_seconds=_seconds(params, "outage_timeout", 600.0),
-            closed_grace_seconds=_seconds(params, "closed_grace", 60.0),
-            table_prefix=str(params.get("table_prefix", "rdzv_")),
-            allow_network_filesystem=bool(allow),
+            read_timeout_seconds=settings.read_timeout_seconds,
+            outage_timeout_seconds=settings.outage_timeout_seconds,
+            closed_grace_seconds=settings.closed_grace_seconds,
+            table_prefix=settings.table_prefix,
+            schema=settings.schema,
+            create_tables=settings.create_tables,
+            allow_network_filesystem=settings.allow_network_filesystem,
         )
-
-
-def _seconds(params: RendezvousParameters, name: str, default: float) -> float:
-    value = params.get(name, default)
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise RendezvousSettingsError(
-            f"{name}={value!r} cannot work: give a positive number of seconds"
-        ) from error

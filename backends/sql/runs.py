@@ -80,6 +80,7 @@ class Run:
         if connection.execute(self._change, values).rowcount == 0:
             connection.execute(self._insert, values)
             connection.execute(self._change, values)
+        self._touched_at, self._failed_count = time.monotonic(), self._database.failed_count
         return int(connection.execute(self._arrivals).scalar_one())
 
     def sweep(self) -> None:

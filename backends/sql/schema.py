@@ -51,6 +51,24 @@ def _bytes(name: str) -> sa.Column[bytes]:
     return sa.Column(name, Bytes, nullable=False)
 
 
+def _roster(prefix: str, metadata: sa.MetaData) -> sa.Table:
+    return sa.Table(
+        f"{prefix}roster",
+        metadata,
+        _key("run_key", primary_key=True),
+        _key("node_key", primary_key=True),
+        _number("withdrawn"),
+        _number("expires_at"),
+        _key("label_key"),
+        _number("arrival"),
+        _bytes("node_id"),
+        _bytes("round_label"),
+        _bytes("data"),
+        # Covers the counting of a pulse, so that a thousand nodes do not read their rows.
+        sa.Index(f"{prefix}roster_live", "run_key", "withdrawn", "expires_at", "label_key"),
+    )
+
+
 class Tables:
     """The tables under one prefix."""
 
@@ -77,21 +95,7 @@ class Tables:
             _number("written_at"),
             _bytes("state"),
         )
-        self.roster = sa.Table(
-            f"{prefix}roster",
-            metadata,
-            _key("run_key", primary_key=True),
-            _key("node_key", primary_key=True),
-            _number("withdrawn"),
-            _number("expires_at"),
-            _key("label_key"),
-            _number("arrival"),
-            _bytes("node_id"),
-            _bytes("round_label"),
-            _bytes("data"),
-            # Covers the counting of a pulse, so that a thousand nodes do not read their rows.
-            sa.Index(f"{prefix}roster_live", "run_key", "withdrawn", "expires_at", "label_key"),
-        )
+        self.roster = _roster(prefix, metadata)
         self.store = sa.Table(
             f"{prefix}store",
             metadata,
@@ -132,7 +136,7 @@ class Tables:
 
         Raises ``RendezvousStateError`` for another version.
         """
-        if not sa.inspect(connection).has_table(self.schema.name):
+        if not set(self.metadata.tables) <= set(sa.inspect(connection).get_table_names()):
             return False
         version = connection.scalar(sa.select(sa.func.max(self.schema.c.version)))
         if version is None:

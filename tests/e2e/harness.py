@@ -1,0 +1,353 @@
+"""Real torchrun agents on this machine, and what a test does to them.
+
+A node is an agent with its workers. All of a node's processes carry a marker in their environment,
+by which they are found whatever session or parent they have.
+
+Nothing here sleeps for a fixed time: :func:`wait_until` polls a condition and has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Line = dict[str, Any]
+
+HERE = Path(__file__).resolve().parent
+EXAMPLE = HERE.parents[1] / "examples" / "train_digits.py"
+MARKER = "RDZV_E2E_NODE"
+POLL_SECONDS = 0.05
+LOG_TAIL_LINES = 25
+
+KEEP_ALIVE_INTERVAL_SECONDS = 1.0
+LIVENESS_WINDOW_SECONDS = 4.0
+"""Below about four seconds, a small machine on which several processes import torch at once makes
+healthy nodes look lost."""
+CONFIGURATION = {
+    "keep_alive_interval": "1",
+    "keep_alive_max_attempt": "4",
+    "last_call_timeout": "1",
+    "join_timeout": "60",
+}
+
+START_DEADLINE_SECONDS = 45.0
+CHANGE_DEADLINE_SECONDS = 45.0
+EXIT_DEADLINE_SECONDS = 45.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend under test: what torchrun is told, and how its data are lost."""
+
+    backend: str
+    endpoint: str
+    wipe: Callable[[], None]
+    configuration: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class World:
+    """A round as its workers see it. The constructor's caller has checked that they agree."""
+
+    master: str
+    agents: tuple[Agent, ...]
+    """In rank order."""
+
+
+def wait_until(
+    what: str, condition: Callable[[], T | None], deadline_seconds: float, agents: Iterable[Agent]
+) -> T:
+    """What the condition returns as soon as it is neither None nor False.
+
+    Raises AssertionError, with the ends of the agents' logs, when that takes too long.
+    """
+    deadline = time.monotonic() + deadline_seconds
+    pause = threading.Event()
+    while True:
+        found = condition()
+        if found is not None and found is not False:
+            return found
+        if time.monotonic() > deadline:
+            logs = "\n".join(agent.log_tail() for agent in agents)
+            raise AssertionError(f"not within {deadline_seconds:.0f} s: {what}\n{logs}")
+        pause.wait(POLL_SECONDS)
+
+
+def processes_with(marker: str) -> list[int]:
+    """Running processes that inherited this marker; a zombie's environment reads as empty."""
+    wanted = f"{MARKER}={marker}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            numeric = folder.name.isdigit()
+            if numeric and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The complete JSON lines of a file that is still being written."""
+    if not path.exists():
+        return []
+    text = path.read_bytes()
+    return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+
+
+class Agent:
+    """One node: a torchrun agent and its workers."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.progress_path = folder / f"{name}.progress.jsonl"
+        self._trace_path = folder / f"{name}.trace.jsonl"
+        self._log_path = folder / f"{name}.log"
+        self._marker = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def start(
+        self, options: Sequence[str], script: Sequence[str], *, traced: bool, fault: str
+    ) -> None:
+        launcher = ["-m", "torch.distributed.run"]
+        environment = {
+            **os.environ,
+            MARKER: self._marker,
+            "LOGLEVEL": "INFO",
+            "OMP_NUM_THREADS": "1",
+        }
+        if traced or fault:
+            launcher = [str(HERE / "launcher.py")]
+            environment |= {"RDZV_E2E_TRACE": str(self._trace_path), "RDZV_E2E_FAULT": fault}
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *launcher, *options, *script],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    # What is seen of it
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._started.poll()
+
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+
+    def log_tail(self) -> str:
+        lines = self.log().splitlines()[-LOG_TAIL_LINES:]
+        seen = [f"{line['event']} {line}" for line in self.progress()[-3:]]
+        return "\n".join([f"--- {self.name}, status {self.exit_code}", *lines, *seen])
+
+    def progress(self) -> list[Line]:
+        """What its workers have reported, oldest first."""
+        return read_lines(self.progress_path)
+
+    def trace(self, event: str) -> list[Line]:
+        """What the launcher saw the handler do; for agents that were started ``traced``."""
+        return [line for line in read_lines(self._trace_path) if line["event"] == event]
+
+    def worker_pids(self) -> list[int]:
+        return [pid for pid in processes_with(self._marker) if pid != self._started.pid]
+
+    def wait_for_trace(
+        self, event: str, count: int = 1, deadline_seconds: float = CHANGE_DEADLINE_SECONDS
+    ) -> Line:
+        """The count-th line of this kind."""
+
+        def find() -> Line | None:
+            code = self.exit_code
+            lines = self.trace(event)
+            if len(lines) >= count:
+                return lines[count - 1]
+            assert code is None, f"{self} ended without: {event} ({count})\n{self.log_tail()}"
+            return None
+
+        return wait_until(f"{self} {event} ({count})", find, deadline_seconds, [self])
+
+    def wait_for_exit(self, deadline_seconds: float = EXIT_DEADLINE_SECONDS) -> int:
+        """Its exit status; negative when a signal ended it."""
+        return wait_until(f"{self} ends", lambda: self._status(), deadline_seconds, [self])[0]
+
+    def _status(self) -> tuple[int] | None:
+        code = self.exit_code
+        return None if code is None else (code,)
+
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, f"{self} was not started"
+        return self._process
+
+    # What is done to it
+
+    def kill_node(self) -> None:
+        """End agent and workers at once, as a power cut does."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            # Stopped first, so that it starts no worker between the search and the kill.
+            process.send_signal(signal.SIGSTOP)
+        wait_until(f"no process of {self}", self._kill_rest, EXIT_DEADLINE_SECONDS, [])
+        if process is not None:
+            process.wait()
+
+    def _kill_rest(self) -> bool:
+        self._signal_node(signal.SIGKILL)
+        return not processes_with(self._marker)
+
+    def kill_agent(self) -> None:
+        """End the agent alone with SIGKILL."""
+        self._started.kill()
+        self._started.wait()
+
+    def terminate(self) -> None:
+        """Ask the agent to end, as a scheduler does."""
+        self._started.terminate()
+
+    def pause_agent(self) -> None:
+        self._started.send_signal(signal.SIGSTOP)
+
+    def pause_node(self) -> None:
+        """Freeze agent and workers: sockets stay open, so peers hang rather than fail."""
+        self.pause_agent()
+        self._signal_node(signal.SIGSTOP)
+
+    def resume_node(self) -> None:
+        self._signal_node(signal.SIGCONT)
+
+    def _signal_node(self, number: signal.Signals) -> None:
+        for pid in processes_with(self._marker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+class Job:
+    """The agents of one run id on one backend."""
+
+    def __init__(
+        self,
+        target: Target,
+        folder: Path,
+        nnodes: str,
+        *,
+        max_restarts: int = 0,
+        run_id: str = "e2e",
+        collective: bool = True,
+        example_epochs: int | None = None,
+        **configuration: str,
+    ) -> None:
+        self.agents: list[Agent] = []
+        self._target = target
+        self._folder = folder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._stop_path = folder / "stop"
+        self._nnodes = nnodes
+        self._max_restarts = max_restarts
+        self._run_id = run_id
+        self._collective = collective
+        self._example_epochs = example_epochs
+        self._configuration = {**CONFIGURATION, **target.configuration, **configuration}
+
+    def start(
+        self,
+        name: str,
+        *,
+        traced: bool = False,
+        fault: str = "",
+        max_restarts: int | None = None,
+        **configuration: str,
+    ) -> Agent:
+        """Start a node; what is given here overrides the job's settings for it alone."""
+        restarts = self._max_restarts if max_restarts is None else max_restarts
+        pairs = {**self._configuration, **configuration}
+        options = [
+            f"--nnodes={self._nnodes}",
+            "--nproc-per-node=1",
+            f"--max-restarts={restarts}",
+            f"--rdzv-id={self._run_id}",
+            f"--rdzv-backend={self._target.backend}",
+            f"--rdzv-endpoint={self._target.endpoint}",
+            "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in pairs.items()),
+            f"--log-dir={self._folder / 'torchrun'}",
+        ]
+        agent = Agent(name, self._folder)
+        self.agents.append(agent)
+        agent.start(options, self._script(agent), traced=traced, fault=fault)
+        return agent
+
+    def _script(self, agent: Agent) -> list[str]:
+        progress = f"--progress-file={agent.progress_path}"
+        if self._example_epochs is not None:
+            folder = f"--checkpoint-dir={self._folder / 'checkpoints'}"
+            delay = "--step-delay-seconds=0.05"
+            return [str(EXAMPLE), progress, folder, delay, f"--epochs={self._example_epochs}"]
+        options = ["--collective"] if self._collective else []
+        worker = str(HERE / "worker.py")
+        return [worker, progress, f"--stop-file={self._stop_path}", *options]
+
+    def wait_for_world(
+        self,
+        *agents: Agent,
+        after: World | None = None,
+        deadline_seconds: float = CHANGE_DEADLINE_SECONDS,
+    ) -> World:
+        """The world that consists of exactly these nodes, once all their workers are ready.
+
+        ``after``: not this one again, even if it has the same nodes.
+        """
+
+        def find() -> World | None:
+            ended = [agent for agent in agents if agent.exit_code is not None]
+            logs = "\n".join(agent.log_tail() for agent in ended)
+            assert not ended, f"{ended} ended instead of forming a world of {agents}\n{logs}"
+            return _common_world(agents, after)
+
+        what = f"a world of {list(agents)}"
+        return wait_until(what, find, deadline_seconds, self.agents)
+
+    def finish(self, *agents: Agent) -> None:
+        """Let the workers end well and see that these agents do, too."""
+        self._stop_path.touch()
+        codes = {agent.name: agent.wait_for_exit() for agent in agents}
+        logs = "\n".join(agent.log_tail() for agent in agents if codes[agent.name] != 0)
+        assert set(codes.values()) == {0}, f"{codes}\n{logs}"
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.kill_node()
+
+
+def _common_world(agents: Sequence[Agent], after: World | None) -> World | None:
+    """The world that the last worker of each of these agents is ready in, if it is the same."""
+    lines = []
+    for agent in agents:
+        progress = agent.progress()
+        started = [line for line in progress if line["event"] == "started"]
+        ready = [line for line in progress if line["event"] in ("ready", "resumed")]
+        if not ready or ready[-1]["pid"] != started[-1]["pid"]:
+            return None
+        lines.append(ready[-1])
+    masters = {line["master"] for line in lines}
+    if len(masters) != 1 or {line["world_size"] for line in lines} != {len(agents)}:
+        return None
+    if after is not None and masters == {after.master}:
+        return None
+    by_rank = {line["rank"]: agent for line, agent in zip(lines, agents, strict=True)}
+    assert sorted(by_rank) == list(range(len(agents))), f"ranks are wrong: {lines}"
+    return World(masters.pop(), tuple(by_rank[rank] for rank in range(len(agents))))

@@ -1,0 +1,67 @@
+"""What the tests of the SQL backend and store share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from rdzv.backends.sql import SqlBackend, SqlOptions
+
+from .backend_suite import Space
+
+TABLES = ("schema", "runs", "states", "roster", "store", "queues", "writers")
+
+
+class SqliteSpace(Space):
+    """A database file; ``wipe`` loses its rows, or the file itself."""
+
+    short_ttl_seconds = 0.3
+
+    def __init__(self, path: Path, lose_file: bool = False) -> None:
+        self.path = path
+        self.lose_file = lose_file
+        self.made: list[SqlBackend] = []
+
+    def connect(self, run_id: str = "job", options: SqlOptions | None = None) -> SqlBackend:
+        backend = SqlBackend(str(self.path), run_id, options, name="sqlite")
+        self.made.append(backend)
+        return backend
+
+    def wipe(self) -> None:
+        if self.lose_file:
+            for path in self.path.parent.glob(f"{self.path.name}*"):
+                path.unlink()
+            return
+        with raw(self.path) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            for table in TABLES:
+                connection.execute(f"DELETE FROM rdzv_{table}")
+            connection.execute("COMMIT")
+
+    def let_pass(self, seconds: float) -> None:
+        threading.Event().wait(seconds)
+
+    def close(self) -> None:
+        for backend in self.made:
+            backend.close()
+
+
+@contextlib.contextmanager
+def raw(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection of somebody else's."""
+    connection = sqlite3.connect(
+        os.fspath(path), timeout=10, isolation_level=None, check_same_thread=False
+    )
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def rows(path: Path, table: str) -> list[tuple[object, ...]]:
+    with raw(path) as connection:
+        return connection.execute(f"SELECT * FROM rdzv_{table}").fetchall()

@@ -1,0 +1,260 @@
+"""How nodes must conduct themselves: when they disturb their workers, and what they may cost.
+
+As in ``sim.checkers``, each checker is told of the events it has a method for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from sim.agent import Agent, Job
+from sim.checkers import Violation, in_contact
+from sim.host import Host
+from sim.world import World
+
+from rdzv.errors import RendezvousConnectionError
+from rdzv.machine import reasons_to_rejoin
+from rdzv.state import RoundId, State
+
+NOTICE_TOLERANCE_SECONDS = 0.05
+ATTEMPTS_MAX_PER_JOIN = 40
+DATED = ("push", "poll")
+"""The kinds of backends that know the age of the document."""
+
+
+class Notices:
+    """Invariant 5: a reason to stop is a true one."""
+
+    def __init__(self, world: World, job: Job) -> None:
+        self.world, self.job = world, job
+        self.positive: dict[str, bool] = {}
+
+    def on_join(self, agent: Agent) -> None:
+        self.positive[agent.name] = False
+
+    def on_notice(self, agent: Agent) -> None:
+        session = agent.session
+        if session.run_closed and session.notice.count:
+            raise Violation("7 run id again", f"{agent.name} is disturbed in a closed run")
+        if not session.notice.count:
+            self.positive[agent.name] = False
+            return
+        if session.overtaken or self.positive.get(agent.name):
+            return
+        self.positive[agent.name] = True
+        assert agent.round_id is not None
+        if not self._has_cause(agent):
+            raise Violation(
+                "5 running workers outlive the backend",
+                f"{agent.name} is told to re-join {agent.round_id} for no reason: "
+                f"{session.state and session.state.waiting} waiting, "
+                f"lost {session.state and session.state.lost}",
+            )
+
+    def _has_cause(self, agent: Agent) -> bool:
+        """Somebody of the round has gone or stopped, or somebody new would be admitted."""
+        assert agent.round_id is not None
+        this, now = self.job.rounds[agent.round_id], self.world.now
+        for node_id in this.final.participant_ids:
+            peer = self.job.agents[node_id]
+            if peer.round_id != agent.round_id or peer.phase != "running":
+                return True
+            if not in_contact(self.world, peer.host):
+                return True
+        if len(this.final.participants) >= self.world.rules.max_nodes:
+            return False
+        recent = 2.0 * self.world.rules.keep_alive_interval_seconds + 5.0
+        return any(
+            peer.phase == "joining" or now - peer.left_barrier_at < recent
+            for peer in self.job.agents.values()
+            if peer.name not in this.final.participant_ids
+        )
+
+    def on_fatal(self, agent: Agent, error: Exception) -> None:
+        host, world = agent.host, self.world
+        budget = host.true_seconds(agent.job.settings.outage_timeout_seconds)
+        if not isinstance(error, RendezvousConnectionError):
+            raise Violation("5 running workers outlive the backend", f"{agent.name}: {error!r}")
+        if world.now - host.alive_at < budget * 0.9:
+            raise Violation(
+                "5 running workers outlive the backend",
+                f"{agent.name} fails after {world.now - host.alive_at:.1f} s without an answer",
+            )
+
+
+class Together:
+    """Invariant 11: all runners of a round hear of a change at the same moment."""
+
+    def __init__(self, world: World, job: Job) -> None:
+        self.world, self.job = world, job
+        self.moments: dict[tuple[RoundId | None, str], float] = {}
+        self.judged: set[RoundId | None] = set()
+
+    def on_notice(self, agent: Agent) -> None:
+        notice = agent.session.notice
+        key = (agent.round_id, agent.name)
+        if notice.count:
+            self.moments[key] = agent.host.true_moment(notice.at_seconds)
+        else:
+            self.moments.pop(key, None)
+
+    def on_act(self, agent: Agent) -> None:
+        world, round_id = self.world, agent.round_id
+        if world.kind not in DATED or world.weather.loss or world.weather.late:
+            return
+        calm = world.now - world.disturbed_at > 2.0 * world.rules.liveness_window_seconds
+        if agent.session.overtaken or round_id in self.judged or not calm:
+            return
+        self.judged.add(round_id)
+        first = self.moments[round_id, agent.name]
+        peers = [p for p in self.job.agents.values() if p.round_id == round_id]
+        runners = [p for p in peers if p.phase == "running" and p is not agent]
+        tolerance = NOTICE_TOLERANCE_SECONDS + 10.0 * world.weather.delay_seconds
+        world.after(tolerance, lambda: self._judge(round_id, first, runners, tolerance))
+
+    def _judge(
+        self, round_id: RoundId | None, first: float, runners: list[Agent], tolerance: float
+    ) -> None:
+        for peer in runners:
+            moment = self.moments.get((round_id, peer.name))
+            still = peer.phase == "running" and peer.round_id == round_id
+            if not in_contact(self.world, peer.host) or (moment is None and not still):
+                continue
+            if moment is None or abs(moment - first) > tolerance:
+                late = "never" if moment is None else f"{moment - first:+.3f} s later"
+                raise Violation("11 agents hear together", f"{peer.name} hears it {late}")
+
+
+class Recovery:
+    """Survivors re-join in time after a peer is lost, although their workers hang; and a backend
+    that came back empty or older is refilled."""
+
+    def __init__(self, world: World, job: Job) -> None:
+        self.world, self.job = world, job
+
+    def on_crash(self, agent: Agent) -> None:
+        world, rules = self.world, self.world.rules
+        if agent.phase != "running" or world.weather.loss or world.weather.late:
+            return
+        if not rules.restart_on_node_loss or agent.round_id not in self.job.rounds:
+            return
+        this = self.job.rounds[agent.round_id]
+        if len(this.final.participants) - 1 < rules.min_nodes:
+            return
+        listers = this.final.participant_ids[:3]
+        windows = 1 if any(self.job.agents[name].host.alive for name in listers) else 2
+        seconds = windows * rules.liveness_window_seconds
+        seconds += (windows + 1) * rules.keep_alive_interval_seconds + 1.0
+        crashed_at = world.now
+        world.after(1.06 * seconds + 0.5, lambda: self._judge(agent.round_id, crashed_at, seconds))
+
+    def _judge(self, round_id: RoundId | None, crashed_at: float, seconds: float) -> None:
+        if self.world.disturbed_at > crashed_at:
+            return
+        for peer in self.job.live_agents():
+            if peer.phase == "running" and peer.round_id == round_id:
+                raise Violation(
+                    "recovery", f"{peer.name} still runs {round_id} {seconds:.1f} s after a loss"
+                )
+
+    def check_now(self) -> None:
+        world, interval = self.world, self.world.rules.keep_alive_interval_seconds
+        patience = 3.0 * interval + 8.0
+        if not world.up or world.now - world.disturbed_at < patience:
+            return
+        document = world.document()
+        for agent in self.job.live_agents():
+            running = agent.session.entry.running
+            session = agent.session
+            if agent.phase != "running" or running is None:
+                continue
+            if session.overtaken or session.run_closed:
+                continue
+            if not in_contact(world, agent.host) or agent.entered_at > world.now - patience:
+                continue
+            older = document is None or (not document.round and document.closed is None)
+            if document is not None and document.incarnation == running.incarnation:
+                older = document.round < running.round
+            if older and running.incarnation not in (document.replaces if document else ()):
+                raise Violation("5 a backend is refilled", f"{agent.name} runs {running}")
+
+
+class Costs:
+    """Invariant 10: every write has its reason, a published reason stands, nobody asks often."""
+
+    def __init__(self, world: World, job: Job) -> None:
+        self.world, self.job = world, job
+        self.attempts: dict[str, int] = defaultdict(int)
+        self.writes = 0
+        self.told_at: dict[RoundId | None, float] = {}
+        self.changed_at = 0.0
+        self.requests: dict[str, tuple[float, int]] = {}
+
+    def on_join(self, agent: Agent) -> None:
+        self.attempts[agent.name] = 0
+
+    def on_attempt(self, host: Host, swapped: bool) -> None:
+        self.attempts[host.name] += 1
+        if self.attempts[host.name] > ATTEMPTS_MAX_PER_JOIN:
+            raise Violation("10 cost", f"{host.name} tried to write too often")
+
+    def on_announce(self, host: Host, *_: object) -> None:
+        self.changed_at = self.world.now
+
+    def on_withdraw(self, host: Host, *_: object) -> None:
+        self.changed_at = self.world.now
+
+    def on_write(self, host: Host, before: State | None, after: State) -> None:
+        self.writes += 1
+        self.changed_at = self.world.now
+        if before is None:
+            self.told_at[after.round_id] = self.world.now
+            return
+        if before.closed is not None or after.closed is not None:
+            return
+        if replace(before, notice_age_seconds=0.0) == replace(after, notice_age_seconds=0.0):
+            raise Violation("10 cost", f"{host.name} wrote what was there")
+        if before.round_id != after.round_id or before.proposal != after.proposal:
+            return
+        if before.coordinator != after.coordinator:
+            self._check_claim(host, before)
+        elif before.waiting and after.waiting and before.lost == after.lost:
+            raise Violation("10 cost", f"{host.name} published a number that says nothing new")
+        self._check_that_reasons_stand(host, before, after)
+
+    def _check_claim(self, host: Host, before: State) -> None:
+        peer = self.job.agents.get(before.coordinator)
+        if peer is None or peer.phase != "joining" or host.is_late:
+            return
+        if in_contact(self.world, peer.host) and not self.world.recently_troubled():
+            raise Violation("10 cost", f"{host.name} took over from {peer.name}, which was here")
+
+    def _check_that_reasons_stand(self, host: Host, before: State, after: State) -> None:
+        rules, now, round_id = self.world.rules, self.world.now, after.round_id
+        told, tells = reasons_to_rejoin(before, rules), reasons_to_rejoin(after, rules)
+        if not set(before.lost) <= set(after.lost):
+            raise Violation("11 agents hear together", f"{host.name} took back who is lost")
+        if tells and not told:
+            self.told_at[round_id] = now
+        elif told and not tells and not host.is_late and self.world.kind in DATED:
+            age = now - self.told_at.get(round_id, now)
+            if age > 1.05 * rules.keep_alive_interval_seconds + 0.8:
+                raise Violation("11 agents hear together", f"taken back after {age:.1f} s")
+
+    def check_now(self) -> None:
+        """When nothing has changed for long, everybody only beats."""
+        world, window = self.world, self.world.rules.liveness_window_seconds
+        quiet = world.now - max(world.disturbed_at, self.changed_at) > 3.0 * window
+        if not quiet or world.kind == "bare" or world.weather.loss or world.weather.late:
+            self.requests.clear()
+            return
+        for agent in self.job.live_agents():
+            began, count = self.requests.setdefault(agent.name, (world.now, agent.host.requests))
+            seconds = (world.now - began) * agent.host.clock_rate
+            most = seconds / world.rules.keep_alive_interval_seconds + 1.0
+            if agent.host.requests - count > most:
+                raise Violation("10 cost", f"{agent.name} asks more than once an interval")
+
+
+ALL = (Notices, Together, Recovery, Costs)

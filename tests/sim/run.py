@@ -1,0 +1,91 @@
+"""The simulation from the command line: many seeds, or one with a trace.
+
+    run.py --seeds 1000 [--start 0] [--fault NAME]
+    run.py --seed 42 --trace
+
+Ends with 1 if an invariant was violated, and says how to see it happen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sim import faults
+from sim.scenarios import draw, run_seed
+
+
+def try_seed(seed: int, fault: str = "") -> tuple[int, str]:
+    """The seed and what was violated; "" if nothing was."""
+    with faults.planted(fault):
+        try:
+            violation, _ = run_seed(seed)
+        except Exception:
+            return seed, "crash: " + traceback.format_exc()
+    return seed, "" if violation is None else str(violation)
+
+
+def _try(task: tuple[int, str]) -> tuple[int, str]:
+    return try_seed(*task)
+
+
+def run_seeds(seeds: range, fault: str = "") -> Iterator[tuple[int, str]]:
+    """Results as they come, from as many processes as there are processors."""
+    tasks = [(seed, fault) for seed in seeds]
+    processes = min(os.cpu_count() or 1, len(tasks) // 20)
+    if processes < 2:
+        yield from map(_try, tasks)
+        return
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        yield from pool.imap_unordered(_try, tasks, chunksize=5)
+
+
+def show(seed: int, fault: str) -> int:
+    """One seed, with its trace."""
+    print(draw(seed))
+    with faults.planted(fault):
+        violation, run = run_seed(seed, trace=True)
+    print("\n".join(run.world.trace or []))
+    print(violation or "no violation")
+    return 1 if violation else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=100, help="how many seeds")
+    parser.add_argument("--start", type=int, default=0, help="the first one")
+    parser.add_argument("--seed", type=int, help="this one only")
+    parser.add_argument("--trace", action="store_true", help="show what happens, with --seed")
+    parser.add_argument("--fault", default="", choices=["", *sorted(faults.FAULTS)])
+    parser.add_argument("--keep-going", action="store_true", help="show every seed that fails")
+    options = parser.parse_args()
+    if options.seed is not None and options.trace:
+        return show(options.seed, options.fault)
+    seeds = range(options.start, options.start + options.seeds)
+    if options.seed is not None:
+        seeds = range(options.seed, options.seed + 1)
+    began, failed, done = time.monotonic(), 0, 0
+    for seed, problem in run_seeds(seeds, options.fault):
+        done += 1
+        if problem:
+            failed += 1
+            again = f" --fault {options.fault}" if options.fault else ""
+            print(f"seed {seed} ({draw(seed).fingerprint}): {problem}")
+            print(f"  replay: {sys.argv[0]} --seed {seed} --trace{again}", flush=True)
+            if not options.keep_going:
+                break
+    seconds = time.monotonic() - began
+    print(f"{done} seeds in {seconds:.1f} s ({done / seconds:.1f} seeds/s), {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
