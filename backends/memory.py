@@ -108,8 +108,7 @@ class MemoryBackend(RendezvousBackend, Roster, Watch):
         with self._space.changed:
             row = self._live(entry.node_id)
             if row is None:
-                row = _Row(entry, 0.0, self._space.next_number())
-                self._run.rows.pop(entry.node_id, None)
+                row = _Row(entry, self._space.clock() + ttl_seconds, self._space.next_number())
                 self._run.rows[entry.node_id] = row
                 self._changed()
             elif row.entry != entry:
@@ -149,10 +148,8 @@ class MemoryBackend(RendezvousBackend, Roster, Watch):
 
         with self._space.changed:
             self._space.changed.wait_for(is_changed, max(0.0, timeout_seconds))
-            document = self._run.document
-            if document is None or document.token == token:
-                return None
-            return document.state, document.token
+            found = self.get_state()
+            return None if found is None or found[1] == token else found
 
     def _live(self, node_id: str) -> _Row | None:
         row = self._run.rows.get(node_id)
@@ -161,6 +158,9 @@ class MemoryBackend(RendezvousBackend, Roster, Watch):
         return row
 
     def _changed(self) -> None:
+        now, rows = self._space.clock(), self._run.rows
+        for node_id in [node_id for node_id, row in rows.items() if row.expires_at < now]:
+            del rows[node_id]
         self._run.revision = self._space.next_number()
         self._space.changed.notify_all()
 

@@ -21,6 +21,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from urllib.parse import quote
@@ -192,24 +193,32 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._is_shut_down = True
         self._release("this node has shut down")
         deadline = time.monotonic() + self._settings.close_timeout_seconds
-        succeeded = True
-        try:
-            if self._holds_round:
-                self._close(f"shutdown on {self._node.address}", members_only=True)
-        except Exception as error:
-            succeeded = False
-            logger.warning("%s: the run could not be closed: %s", self._node.id, error)
-        try:
-            self._keep_alive.leave().result(max(LEAVE_SECONDS_MIN, deadline - time.monotonic()))
+        closed = not self._holds_round or self._try(
+            "close the run",
+            lambda: self._close(f"shutdown on {self._node.address}", members_only=True),
+        )
+        left = self._try(
+            "take this node out",
+            lambda: self._keep_alive.leave().result(
+                max(LEAVE_SECONDS_MIN, deadline - time.monotonic())
+            ),
+        )
+        if left:
             self._departure.cancel()
-        except (Exception, CancelledError) as error:
-            succeeded = False
-            reason = str(error) or "the backend does not answer"
-            logger.warning("%s: this node could not be taken out: %s", self._node.id, reason)
         self._keep_alive.stop()
         if self._keep_alive.wait(1.0) and isinstance(self._backend, Closable):
-            self._backend.close()
-        return succeeded
+            self._try("close the backend", self._backend.close)
+        return closed and left
+
+    def _try(self, what: str, action: Callable[[], object]) -> bool:
+        """Whether the action succeeded; why it did not is logged."""
+        try:
+            action()
+        except (Exception, CancelledError) as error:
+            reason = str(error) or f"{type(error).__name__}: no answer in time"
+            logger.warning("%s could not %s: %s", self._node.id, what, reason)
+            return False
+        return True
 
     def _join(self, join_timeout_seconds: float) -> tuple[State, float]:
         """The document of the round, and the deadline (``time.monotonic``) for setting it up."""

@@ -146,6 +146,15 @@ def is_ahead(entry: RosterEntry, state: State) -> bool:
     return running.round > state.round
 
 
+def is_bygone(entry: RosterEntry, state: State) -> bool:
+    """Whether the node was in a round of a closed incarnation that this document has replaced: it
+    belongs to the job before, and has no part in this one."""
+    return any(
+        round_id is not None and round_id.incarnation in state.replaces
+        for round_id in (entry.left, entry.running)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A listing read against a state."""
@@ -277,6 +286,8 @@ def decide_waiting(
         if state.closed.ended_well:
             return Decision(Act.ENDED_WELL, state.closed.reason)
         return Decision(Act.CLOSED, state.closed.reason)
+    if is_bygone(me.entry, state):
+        return Decision(Act.CLOSED, "its run id is in use anew")
     running = me.entry.running
     if running is not None and running == state.round_id and me.id not in state.lost:
         return Decision(Act.RETURN, "the round is final")

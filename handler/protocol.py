@@ -54,6 +54,7 @@ from rdzv.machine import (
     closing,
     decide_running,
     decide_waiting,
+    is_bygone,
     is_parked,
     reasons_to_rejoin,
     restored,
@@ -71,6 +72,8 @@ LISTING_RANKS = 3
 """How many of the lowest ranks list the roster at once when the pulse has changed."""
 LISTING_GAP_SECONDS_PER_ENTRY = 0.0005
 """Between two listings of a growing crowd, so that a joining storm costs linear work."""
+BEAT_PHASE = 0.618034
+"""Of an interval between the beats of neighbouring ranks; the golden ratio fills gaps evenly."""
 BACK_OFF_FIRST_SECONDS = 0.1
 BACK_OFF_MAX_SECONDS = 5.0
 LATE_WRITE_SECONDS = 120.0
@@ -235,6 +238,7 @@ def _join_step(session: Session, join_seconds: float | None) -> JoinStep:
 def _act(session: Session, decision: Decision) -> JoinStep:
     state = session.state
     if decision.act is Act.RETURN:
+        _spread_beats(session)
         return state
     if decision.act is Act.SWAP:
         assert decision.state is not None
@@ -260,10 +264,20 @@ def _act(session: Session, decision: Decision) -> JoinStep:
     return None
 
 
+def _spread_beats(session: Session) -> None:
+    """Let the ranks beat at different times, though they have all confirmed at one: then one of
+    the lowest soon looks after an entry has expired, and the backend has an even load."""
+    rank = (session.state.rank_of(session.id) if session.state is not None else None) or 0
+    interval = session.rules.keep_alive_interval_seconds
+    session.next_beat = session.clock() + interval * (1.0 - rank * BEAT_PHASE % 1.0)
+
+
 def _arrive(session: Session) -> Asking:
     """Announce, unless the run is closed. A member of the closed incarnation is always refused; a
     new node begins the next incarnation once the grace is over. Tells whether it was admitted."""
     state = session.state
+    if state is not None and is_bygone(session.entry, state):
+        raise RendezvousClosedError("The run was closed, and its run id is in use anew.")
     if state is None or state.closed is None:
         yield from _announce(session, session.entry)
         return True

@@ -66,8 +66,9 @@ class RoundStore(TorchStore):
     held as long as the store.
 
     A base that is :class:`rdzv.ports.Namespaced` is asked for the namespace and waits by itself.
-    Any other is cloned, so that its own users keep their timeout, wrapped in torch's PrefixStore,
-    and polled with growing pauses of up to ``POLL_SECONDS_LAST``. Its errors are passed on.
+    Any other is cloned, for a connection of its own where it has one, wrapped in torch's
+    PrefixStore, and polled with growing pauses of up to ``POLL_SECONDS_LAST``; its timeout is not
+    touched. Errors of either are passed on.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class RoundStore(TorchStore):
         self._prefix = prefix
         self._on_exit_barrier = on_exit_barrier
         self._keep = keep
-        self._release = _Release() if _original is None else _original._release
+        self._release: _Release = _Release() if _original is None else _original._release
         self._clones: list[RoundStore] = []
         self._waits_itself = isinstance(base, Namespaced)
         self._whole: Any = None
@@ -173,7 +174,7 @@ class RoundStore(TorchStore):
         """How many keys the round holds; of a base that cannot list its keys, how many it holds."""
         try:
             return len(self.list_keys())
-        except NotImplementedError:
+        except (NotImplementedError, AttributeError):  # older releases of torch lack list_keys
             return int(self._within_timeout().num_keys())
 
     def list_keys(self) -> list[str]:

@@ -28,7 +28,6 @@ client.
 
 from __future__ import annotations
 
-import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -219,7 +218,8 @@ def counter_after(key: str, value: bytes | None, amount: int) -> int:
 
 
 _pinned: set[Store] = set()
-_pinned_lock = threading.Lock()
+"""No lock: each use is one atomic operation. A garbage collection may close a store in the midst
+of any of them, and would then wait for a lock that its own thread holds."""
 
 
 class Store(TorchStore):
@@ -237,8 +237,7 @@ class Store(TorchStore):
         self._root: Store = self
         if timeout is not None:
             self.set_timeout(timeout)
-        with _pinned_lock:
-            _pinned.add(self)
+        _pinned.add(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.endpoint!r}, prefix={self._prefix!r})"
@@ -258,12 +257,12 @@ class Store(TorchStore):
 
     def close(self) -> None:
         """End the pin of this store; see "Lifetime" at the head of this file. Never raises."""
-        with _pinned_lock:
-            _pinned.discard(self)
-            if self._root is not self:
-                return
-            _pinned.difference_update([store for store in _pinned if store._root is self])
-        self._client.close()
+        _pinned.discard(self)
+        if self._root is self:
+            for store in list(_pinned):
+                if store._root is self:
+                    _pinned.discard(store)
+            self._client.close()
 
     def set(self, key: Text, value: Text) -> None:
         """Write the value under the key."""

@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousP
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.memory import MemoryBackend, MemorySpace
+from rdzv.codec import decode_state
 from rdzv.errors import RendezvousConnectionError
 from rdzv.handler import DynamicRendezvousHandler, create_handler
 from rdzv.ports import Entry, Listed, Pulse, Question, Token
@@ -26,6 +27,7 @@ from rdzv.state import State
 from rdzv.stores.memory import MemoryClient, MemoryStore
 
 T = TypeVar("T")
+JobT = TypeVar("JobT", bound="Job")
 
 KEEP_ALIVE_INTERVAL_SECONDS = 1.0
 LIVENESS_WINDOW_SECONDS = 4.0
@@ -165,7 +167,7 @@ class Job:
         self._make_backend = make_backend or (lambda run_id: MemoryBackend(self.space, run_id))
         self._options = {**CONFIGURATION, **options}
 
-    def __enter__(self) -> Job:
+    def __enter__(self: JobT) -> JobT:
         return self
 
     def __exit__(
@@ -336,3 +338,28 @@ class TroubledBackend(MemoryBackend):
             self.resumed.wait()
         if self.is_down:
             raise RendezvousConnectionError("the backend is down, as the test wanted")
+
+
+def troubled(job: Job) -> TroubledBackend:
+    """A backend for a node of the job whose trouble the test can make."""
+    return TroubledBackend(job.space, job.run_id)
+
+
+def backend_of(node: Node) -> TroubledBackend:
+    """What :func:`troubled` made for the node."""
+    backend = node.handler._backend
+    assert isinstance(backend, TroubledBackend)
+    return backend
+
+
+def start_troubled(job: Job, count: int, **options: Any) -> list[Node]:
+    """As ``Job.start``, on backends whose trouble the test can make."""
+    nodes = [job.node(troubled(job), **options) for _ in range(count)]
+    join_all(nodes)
+    return sorted(nodes, key=lambda node: node.state.rank_of(node.id) or 0)
+
+
+def document_round(job: Job) -> object:
+    """The identity of the round in the document, as it is now; None without one."""
+    found = job.nodes[0].handler._backend.get_state()
+    return None if found is None else decode_state(found[0]).round_id

@@ -193,8 +193,7 @@ def test_every_flavour_of_backend_serves(tmp_path: Path) -> None:
     together(dictionary, taciturn, file, moody)
 
 
-@pytest.mark.parametrize("count", [8, BARE_NODES_MAX])
-def test_many_nodes_join_a_bare_backend(count: int) -> None:
+def many_nodes_join(count: int) -> None:
     with Job(f"{count}:{count}", make_backend=sharing(DictBackend)) as job:
         watch = Stopwatch()
         nodes, _ = job.start(count)
@@ -207,15 +206,25 @@ def test_many_nodes_join_a_bare_backend(count: int) -> None:
         assert not any(node.state.lost for node in nodes)
 
 
-def test_joining_does_not_wait_for_a_keep_alive() -> None:
-    options = {"keep_alive_interval": 10.0, "keep_alive_max_attempt": 2}
+def eight_nodes_join() -> None:
+    many_nodes_join(8)
+
+
+def as_many_nodes_join_as_are_promised() -> None:
+    many_nodes_join(BARE_NODES_MAX)
+
+
+def joining_does_not_wait_for_a_keep_alive() -> None:
+    options: dict[str, Any] = {"keep_alive_interval": 10.0, "keep_alive_max_attempt": 2}
     with Job("3:3", make_backend=sharing(DictBackend), **options) as job:
         watch = Stopwatch()
         job.start(3)
         assert watch.seconds < 5.0
+        for node in job.nodes:
+            assert node.handler.shutdown()
 
 
-def test_a_spare_of_a_bare_backend_takes_a_free_place() -> None:
+def a_spare_takes_a_free_place() -> None:
     with Job("2:2", make_backend=sharing(DictBackend)) as job:
         nodes, _ = job.start(2)
         spare = job.node()
@@ -224,6 +233,46 @@ def test_a_spare_of_a_bare_backend_takes_a_free_place() -> None:
         nodes[1].exit()
         notice_moments(nodes[:1])
         results([nodes[0], spare], [nodes[0].join(), parked])
+
+
+def a_document_that_was_lost_is_put_back() -> None:
+    shared: dict[str, Any] = {}
+    with Job("2:3", make_backend=lambda run_id: DictBackend(shared)) as job:
+        nodes, _ = job.start(2)
+        before = nodes[0].state
+        with shared["lock"]:
+            del shared["state"]
+        wait_until("it is back", lambda: FramedBackend(DictBackend(shared)).get_state())
+        hold_for(
+            "nobody re-joins",
+            lambda: not any(node.noticed for node in nodes),
+            LIVENESS_WINDOW_SECONDS + 1.0,
+        )
+        assert nodes[0].state.round_id == before.round_id
+        assert not nodes[0].state.lost
+
+
+def a_run_id_serves_again_when_the_grace_was_watched() -> None:
+    # Nobody tells how old the document is, so newcomers see for themselves.
+    with Job("2:2", make_backend=sharing(DictBackend), closed_grace=1.0) as job:
+        old, _ = job.start(2)
+        assert all(node.handler.shutdown() for node in old)
+        watch = Stopwatch()
+        new, _ = job.start(2)
+        assert watch.seconds >= 1.0
+        assert new[0].state.incarnation != old[0].state.incarnation
+
+
+def test_all_that_a_bare_backend_can_do() -> None:
+    """One test, for these spend their time waiting and can do so side by side."""
+    together(
+        eight_nodes_join,
+        as_many_nodes_join_as_are_promised,
+        joining_does_not_wait_for_a_keep_alive,
+        a_spare_takes_a_free_place,
+        a_document_that_was_lost_is_put_back,
+        a_run_id_serves_again_when_the_grace_was_watched,
+    )
 
 
 def test_what_another_program_wrote_is_left_as_it_is() -> None:

@@ -343,6 +343,28 @@ def test_every_object_learns_of_a_loss_and_goes_on(
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
+def test_a_new_file_has_nothing_of_the_old_one(space: SqliteSpace) -> None:
+    """Somebody holds the old file open; its index in shared memory must not serve the new one."""
+    space.connect().set_state(b"old" * 50_000)
+    with raw(space.path) as holder:
+        holder.execute("SELECT * FROM rdzv_states").fetchall()
+        space.close()
+        space.path.unlink()
+        newcomer = space.connect("new")
+        token = None
+        for number in range(50):
+            answer = newcomer.set_state(b"%d" % number * 1000, token)
+            assert answer is not None
+            assert answer[2]
+            token = answer[1]
+        newcomer.close()
+        # The old holder's world is its own.
+        assert len(holder.execute("SELECT * FROM rdzv_states").fetchall()) == 1
+        assert newcomer.get_state() == (b"49" * 1000, token)
+    with raw(space.path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
 def test_a_loss_while_closed_is_told_too(space: SqliteSpace) -> None:
     backend = space.connect()
     backend.set_state(b"x")

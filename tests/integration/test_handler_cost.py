@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+from typing import Any
 
 from rdzv.ports import Token
 
@@ -37,7 +38,7 @@ class CountingBackend(TroubledBackend):
 class CountingJob(Job):
     """Remembers the backends of its nodes."""
 
-    def __init__(self, nodes: str, **options: object) -> None:
+    def __init__(self, nodes: str, **options: Any) -> None:
         super().__init__(nodes, make_backend=self._make, **options)
         self.backends: list[CountingBackend] = []
 

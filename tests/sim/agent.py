@@ -305,8 +305,8 @@ class Agent:
         if self.phase == "done":
             return
         self.world.note(self.name, lambda: "SIGTERM")
-        self.job.stopped(self)
         self.world.tell("on_exit", self)
+        self.job.stopped(self)
         self.host.drop_steps()
         self.phase = "leaving"
 

@@ -117,6 +117,7 @@ class Exclusivity:
         self.world, self.job = world, job
         self.withdrawn: set[str] = set()
         self.named: set[tuple[RoundId, str]] = set()
+        self.rounds: set[RoundId | None] = set()
 
     def on_withdraw(self, host: Host, effect: Any) -> None:
         self.withdrawn.add(host.name)
@@ -127,14 +128,17 @@ class Exclusivity:
             assert after.round_id is not None
             if (after.round_id, node_id) not in self.named and not host.is_late:
                 self._require_gone(node_id, f"{host.name} named {node_id} lost")
-                self.named.add((after.round_id, node_id))
-        is_new = before is None or before.round_id != after.round_id
-        if is_new and after.round_id is not None and not host.is_late:
+            self.named.add((after.round_id, node_id))
+        is_new = after.round_id is not None and after.round_id not in self.rounds
+        self.rounds.add(after.round_id)
+        if is_new and not host.is_late:
             self._check_nobody_is_passed_over(after)
 
     def _require_gone(self, node_id: str, what: str) -> None:
         agent = self.job.agents[node_id]
         if node_id in self.withdrawn or agent.phase in ("leaving", "done"):
+            return
+        if self._is_rolled_back():
             return
         if in_contact(self.world, agent.host):
             silent = self.world.now - agent.host.alive_at
@@ -154,12 +158,17 @@ class Exclusivity:
                 "2 exclusivity", f"{agent.name} runs {running} while {after.round_id} was formed"
             )
 
+    def _is_rolled_back(self) -> bool:
+        """Whether the roster is an older copy, in which entries end too early."""
+        since = self.world.now - self.world.rules.liveness_window_seconds - 4.0
+        return any(moment > since for moment in self.world.rolled_back_at)
+
     def _is_stated_gap(self, after: State) -> bool:
-        """Brand-new nodes alone on an empty backend, or an older copy, until the others' next
-        beat finds out."""
+        """Brand-new nodes alone on an empty backend, or an older copy of the roster too, until the
+        others' next beat finds out."""
         interval = self.world.rules.keep_alive_interval_seconds
         soon = self.world.now - 2.0 * interval - 4.0
-        if any(moment > soon for moment in self.world.restored_at):
+        if self._is_rolled_back():
             return True
         is_new = all(self.job.agents[name].round_id is None for name in after.participant_ids)
         return is_new and any(moment > soon for moment in self.world.emptied_at)
@@ -174,6 +183,10 @@ class Closings:
         self.closed_at: dict[str, float] = {}
         self.members: dict[str, set[str]] = defaultdict(set)
 
+    def on_data_lost(self) -> None:
+        """That the run was closed may be forgotten with everything else."""
+        self.closed_at.clear()
+
     def on_set_closed(self, agent: Agent) -> None:
         self.may_close.add(agent.name)
 
@@ -182,7 +195,8 @@ class Closings:
         document = self.world.document()
         if document is None or document.closed is None or host.is_late:
             return
-        agent, closed_at = self.job.agents[host.name], self.closed_at[document.incarnation]
+        agent = self.job.agents[host.name]
+        closed_at = self.closed_at.get(document.incarnation, self.world.now)
         if agent.phase == "joining" and agent.join_began_at > closed_at:
             raise Violation("7 run id again", f"{agent.name} announced itself in a closed run")
 

@@ -134,6 +134,13 @@ class Recovery:
         self.world, self.job = world, job
 
     def on_crash(self, agent: Agent) -> None:
+        self._watch_survivors(agent, self.world.rules.liveness_window_seconds)
+
+    def on_exit(self, agent: Agent) -> None:
+        """Who says goodbye is missed at once."""
+        self._watch_survivors(agent, 0.0)
+
+    def _watch_survivors(self, agent: Agent, window: float) -> None:
         world, rules = self.world, self.world.rules
         if agent.phase != "running" or world.weather.loss or world.weather.late:
             return
@@ -143,14 +150,20 @@ class Recovery:
         if len(this.final.participants) - 1 < rules.min_nodes:
             return
         listers = this.final.participant_ids[:3]
-        windows = 1 if any(self.job.agents[name].host.alive for name in listers) else 2
-        seconds = windows * rules.liveness_window_seconds
-        seconds += (windows + 1) * rules.keep_alive_interval_seconds + 1.0
+        listens = [name for name in listers if name != agent.name and self._runs(name, agent)]
+        seconds = window + 2.0 * rules.keep_alive_interval_seconds + 1.0
+        if not listens:
+            seconds += rules.liveness_window_seconds + rules.keep_alive_interval_seconds
         crashed_at = world.now
         world.after(1.06 * seconds + 0.5, lambda: self._judge(agent.round_id, crashed_at, seconds))
 
+    def _runs(self, name: str, with_agent: Agent) -> bool:
+        peer = self.job.agents[name]
+        runs = peer.phase == "running" and peer.round_id == with_agent.round_id
+        return runs and in_contact(self.world, peer.host)
+
     def _judge(self, round_id: RoundId | None, crashed_at: float, seconds: float) -> None:
-        if self.world.disturbed_at > crashed_at:
+        if self.world.disturbed_at > crashed_at or self.world.down_seconds(crashed_at - 1.0):
             return
         for peer in self.job.live_agents():
             if peer.phase == "running" and peer.round_id == round_id:

@@ -10,13 +10,16 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from sim import checkers, conduct
 from sim.agent import Agent, Job, JobSettings
 from sim.checkers import Violation
+from sim.host import Host
 from sim.world import Stuck, Weather, World
 
 from rdzv.machine import Rules
+from rdzv.state import State
 
 CHECK_EVERY_SECONDS = 2.0
 
@@ -58,7 +61,7 @@ def draw(seed: int) -> Scenario:
     kind = rng.choices(["push", "poll", "ageless", "bare"], [7, 2, 1, 1])[0]
     nodes = rng.randint(2, 12 if kind != "bare" else 5)
     interval = rng.choice([1.0, 2.0, 5.0])
-    low = rng.randint(1, nodes)
+    low = rng.choice([1, min(2, nodes), rng.randint(1, nodes)])
     high = rng.randint(low, nodes + 2)
     rules = Rules(
         min_nodes=low,
@@ -103,7 +106,7 @@ def _draw_mishaps(rng: random.Random, rules: Rules, calm_at: float) -> tuple[Mis
     kinds = ["crash", "exit", "pause", "cut", "arrive", "workers fail", "outage"]
     weights = [3, 1, 3, 2, 3, 2, 1]
     rare = {
-        "wipe": 0.3, "restart": 0.3, "older copy": 0.05, "close": 0.03, "fail for good": 0.03,
+        "wipe": 0.3, "restart": 0.3, "older copy": 0.15, "close": 0.03, "fail for good": 0.03,
         "reuse": 0.1,
     }  # fmt: skip
     mishaps = []
@@ -130,7 +133,8 @@ class Run:
         self.world.weather = Weather(**asdict(scenario.weather))
         self.job = Job(self.world, scenario.settings)
         self.checkers = [checker(self.world, self.job) for checker in checkers.ALL + conduct.ALL]
-        self.world.watchers = list(self.checkers)
+        self.world.watchers = [*self.checkers, self]
+        self.copy: Any = None
         self.over = False
 
     def go(self) -> None:
@@ -163,6 +167,20 @@ class Run:
         agents = [agent for agent in self.job.live_agents() if suits(agent)]
         return agents[int(mishap.pick * len(agents))] if agents else None
 
+    def on_write(self, host: Host, before: State | None, after: State) -> None:
+        """An older copy takes over soon after the next round was completed."""
+        if self.copy is None or before is None or before.round_id == after.round_id:
+            return
+        rng, older, self.copy = self.world.rng, self.copy, None
+        with_roster = rng.random() < 0.3
+
+        def fail_over() -> None:
+            self._disturb()
+            self.world.fail_over(older, with_roster=with_roster)
+
+        if self.world.now < self.scenario.calm_at - 5.0:
+            self.world.after(rng.uniform(0.01, 3.0), fail_over)
+
     def _disturb(self) -> None:
         self.world.disturbed_at = self.world.now
 
@@ -179,8 +197,7 @@ class Run:
             world.wipe()
             world.after(mishap.seconds * mishap.pick, world.go_up)
         elif what == "older copy":
-            copy = world.take_copy()
-            world.after(min(1.0, mishap.seconds), lambda: world.fail_over(copy))
+            self.copy = world.take_copy()
         elif what == "arrive":
             self.job.start_agent()
         elif what == "reuse":

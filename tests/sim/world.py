@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import random
@@ -99,6 +100,7 @@ class World:
         self.outages: list[tuple[float, float]] = []
         self.emptied_at: list[float] = []
         self.restored_at: list[float] = []
+        self.rolled_back_at: list[float] = []
         self.disturbed_at = 0.0
         """When the last mishap began or ended."""
         self.hosts: dict[str, Host] = {}
@@ -285,22 +287,30 @@ class World:
         """The backend has lost everything."""
         self.note("backend", lambda: "WIPED")
         self.emptied_at.append(self.now)
-        self.tell("on_wipe", self.document())
+        self.tell("on_data_lost")
         self.space.wipe()
         self._wake()
 
-    def take_copy(self) -> tuple[bytes, Any] | None:
+    def take_copy(self) -> Any:
         """What a replica that lags behind knows now."""
-        return self.memory.get_state()
+        return self.memory.get_state(), copy.deepcopy(self.space.run(RUN_ID).rows)
 
-    def fail_over(self, copy: tuple[bytes, Any] | None) -> None:
-        """An older copy takes over, acknowledged writes are lost. The roster's rows stay."""
-        if copy is None:
+    def fail_over(self, older: Any, *, with_roster: bool) -> None:
+        """An older copy takes over: acknowledged writes are lost."""
+        document, rows = older
+        if document is None:
             return
-        self.note("backend", lambda: "OLDER COPY")
+        self.note("backend", lambda: f"OLDER COPY{' WITH ROSTER' if with_roster else ''}")
         self.restored_at.append(self.now)
+        self.tell("on_data_lost")
         now = self.memory.get_state()
-        self.memory.set_state(copy[0], None if now is None else now[1])
+        self.memory.set_state(document[0], None if now is None else now[1])
+        if with_roster or self.kind == "bare":
+            self.rolled_back_at.append(self.now)
+            run = self.space.run(RUN_ID)
+            run.rows.clear()
+            run.rows.update(rows)
+            run.revision = self.space.next_number()
         self._wake()
 
     def recently_troubled(self) -> bool:
