@@ -20,6 +20,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import re
 import subprocess
 import sys
@@ -137,6 +138,9 @@ def prepare() -> None:
         step("linking the package's files anew", pip("--no-deps", "--editable", "."))
     else:
         install_all()
+    # A program that is run from here would find this before what is installed, and the build does
+    # not refresh it when entry points change.
+    shutil.rmtree(ROOT / "rdzv.egg-info", ignore_errors=True)
     STAMP.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
 
 

@@ -269,7 +269,8 @@ def _spread_beats(session: Session) -> None:
     the lowest soon looks after an entry has expired, and the backend has an even load."""
     rank = (session.state.rank_of(session.id) if session.state is not None else None) or 0
     interval = session.rules.keep_alive_interval_seconds
-    session.next_beat = session.clock() + interval * (1.0 - rank * BEAT_PHASE % 1.0)
+    spread = session.clock() + interval * (1.0 - rank * BEAT_PHASE % 1.0)
+    session.next_beat = min(session.next_beat, spread)
 
 
 def _arrive(session: Session) -> Asking:

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 import torch.distributed as dist
 
+from rdzv.backends.sql.backend import SqlBackend
 from rdzv.backends.sql.dialects import dialect_for
 from rdzv.backends.sql.engine import AnswerLost, Database
 from rdzv.backends.sql.files import filesystem_type
@@ -28,9 +29,13 @@ from rdzv.errors import (
     RendezvousSettingsError,
     RendezvousStateError,
 )
+from rdzv.settings import Settings
 from rdzv.stores.base import Store, StoreClient, Unanswered, counter_after
 
-__all__ = ["SqlClient", "SqlStore", "store_beside"]
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+__all__ = ["SqlClient", "SqlStore", "create_backend", "store_beside"]
 
 T = TypeVar("T")
 
@@ -67,6 +72,23 @@ class SqlStore(Store):
         client = SqlClient(endpoint, run_id, options, lifetime_seconds, filesystem_type)
         client.open()
         super().__init__(client, timeout=timeout)
+
+
+def create_backend(params: RendezvousParameters) -> tuple[SqlBackend, dist.Store]:
+    """The backend and store that torchrun's parameters ask for, connected, the tables made.
+
+    The endpoint is a path or an SQLAlchemy URL. Options: see :class:`SqlOptions`; ``read_timeout``
+    is also the store's timeout, as in torch's ``c10d``. The pair is made here, for a store may
+    know its backend and not the other way round.
+
+    Raises ``RendezvousSettingsError`` for what cannot work, ``RendezvousConnectionError`` for
+    what does not work now, ``RendezvousStateError`` where the tables are of another release.
+    """
+    settings = Settings.from_parameters(params)
+    options = SqlOptions.from_settings(settings)
+    backend = SqlBackend(settings.endpoint, settings.run_id, options, name=settings.backend)
+    backend.open()
+    return backend, store_beside(settings.endpoint, settings.run_id, options)
 
 
 def store_beside(endpoint: str, run_id: str, options: SqlOptions) -> SqlStore:

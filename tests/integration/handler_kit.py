@@ -15,12 +15,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
+import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.memory import MemoryBackend, MemorySpace
 from rdzv.codec import decode_state
-from rdzv.errors import RendezvousConnectionError
+from rdzv.errors import RendezvousClosedError, RendezvousConnectionError
 from rdzv.handler import DynamicRendezvousHandler, create_handler
 from rdzv.ports import Entry, Listed, Pulse, Question, Token
 from rdzv.state import State
@@ -268,6 +269,35 @@ def assert_together(moments: Sequence[float]) -> None:
     """Invariant 11."""
     spread = max(moments) - min(moments)
     assert spread <= TOGETHER_SECONDS_MAX, f"agents were told {spread * 1000:.0f} ms apart"
+
+
+def grow(job: Job) -> list[Node]:
+    """A job of two to three nodes: two start, and a late one joins them."""
+    nodes, _ = job.start(2)
+    late = job.node()
+    joining = late.join()
+    notice_moments(nodes)
+    infos = results([*nodes, late], [*(node.join() for node in nodes), joining])
+    assert [info.rank for info in infos] == [0, 1, 2]
+    return [*nodes, late]
+
+
+def lose_one(nodes: list[Node]) -> list[Node]:
+    """The lowest rank vanishes, and the others form a round."""
+    nodes[0].vanish()
+    watch = Stopwatch()
+    notice_moments(nodes[1:])
+    assert watch.seconds < LIVENESS_WINDOW_SECONDS + 3 * KEEP_ALIVE_INTERVAL_SECONDS + 1.0
+    join_all(nodes[1:])
+    return nodes[1:]
+
+
+def close(nodes: list[Node]) -> None:
+    """One of them closes the run, and all hear of it."""
+    nodes[0].handler.set_closed()
+    wait_until("all hear of it", lambda: all(node.handler.is_closed() for node in nodes))
+    with pytest.raises(RendezvousClosedError):
+        nodes[1].handler.next_rendezvous()
 
 
 @contextlib.contextmanager

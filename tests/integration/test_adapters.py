@@ -16,7 +16,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from rdzv.adapters import BARE_NODES_MAX, FramedBackend, PollingWatch
 from rdzv.errors import (
-    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousStateError,
     RendezvousTimeoutError,
@@ -27,10 +26,11 @@ from .handler_kit import (
     KEEP_ALIVE_INTERVAL_SECONDS,
     LIVENESS_WINDOW_SECONDS,
     Job,
-    Node,
     Stopwatch,
+    close,
+    grow,
     hold_for,
-    join_all,
+    lose_one,
     notice_moments,
     results,
     together,
@@ -145,52 +145,23 @@ def sharing(kind: type[DictBackend]) -> Callable[[str], RendezvousBackend]:
 # ------------------------------------------------------------------------ under our handler
 
 
-def grow(job: Job) -> list[Node]:
-    nodes, _ = job.start(2)
-    late = job.node()
-    joining = late.join()
-    notice_moments(nodes)
-    infos = results([*nodes, late], [*(node.join() for node in nodes), joining])
-    assert [info.rank for info in infos] == [0, 1, 2]
-    return [*nodes, late]
+def serves(make_backend: Callable[[str], RendezvousBackend]) -> None:
+    with Job("2:3", make_backend=make_backend) as job:
+        close(lose_one(grow(job)))
 
 
-def lose_one(nodes: list[Node]) -> list[Node]:
-    nodes[0].vanish()
-    watch = Stopwatch()
-    notice_moments(nodes[1:])
-    assert watch.seconds < LIVENESS_WINDOW_SECONDS + 3 * KEEP_ALIVE_INTERVAL_SECONDS + 1.0
-    join_all(nodes[1:])
-    return nodes[1:]
+def numbers_serve() -> None:
+    serves(sharing(DictBackend))
 
 
-def close(nodes: list[Node]) -> None:
-    nodes[0].handler.set_closed()
-    wait_until("all hear of it", lambda: all(node.handler.is_closed() for node in nodes))
-    with pytest.raises(RendezvousClosedError):
-        nodes[1].handler.next_rendezvous()
+def silence_on_what_was_lost_to_serves() -> None:
+    serves(sharing(TaciturnBackend))
 
 
-def test_every_flavour_of_backend_serves(tmp_path: Path) -> None:
-    def serves(make_backend: Callable[[str], RendezvousBackend]) -> None:
-        with Job("2:3", make_backend=make_backend) as job:
-            close(lose_one(grow(job)))
-
-    def dictionary() -> None:
-        serves(sharing(DictBackend))
-
-    def taciturn() -> None:
-        serves(sharing(TaciturnBackend))
-
-    def file() -> None:
-        serves(lambda run_id: FileBackend(tmp_path / "state"))
-
-    def moody() -> None:
-        # It breaks contact too often for anybody's absence to be proven: see invariant 4.
-        with Job("2:3", make_backend=sharing(MoodyBackend)) as job:
-            close(grow(job))
-
-    together(dictionary, taciturn, file, moody)
+def errors_that_nobody_expects_cost_no_more_than_time() -> None:
+    # They break contact too often for anybody's absence to be proven: see invariant 4.
+    with Job("2:3", make_backend=sharing(MoodyBackend)) as job:
+        close(grow(job))
 
 
 def many_nodes_join(count: int) -> None:
@@ -263,9 +234,17 @@ def a_run_id_serves_again_when_the_grace_was_watched() -> None:
         assert new[0].state.incarnation != old[0].state.incarnation
 
 
-def test_all_that_a_bare_backend_can_do() -> None:
+def test_all_that_a_bare_backend_can_do(tmp_path: Path) -> None:
     """One test, for these spend their time waiting and can do so side by side."""
+
+    def a_file_serves() -> None:
+        serves(lambda run_id: FileBackend(tmp_path / "state"))
+
     together(
+        numbers_serve,
+        silence_on_what_was_lost_to_serves,
+        a_file_serves,
+        errors_that_nobody_expects_cost_no_more_than_time,
         eight_nodes_join,
         as_many_nodes_join_as_are_promised,
         joining_does_not_wait_for_a_keep_alive,

@@ -22,11 +22,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from rdzv.backends.memory import MemoryBackend, MemorySpace
-from rdzv.backends.sql import SqlBackend, SqlOptions, create_backend
+from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.memory import MemoryStore
-from rdzv.stores.sql import SqlStore
+from rdzv.stores.sql import SqlStore, create_backend
 
 from .backend_suite import CASES, Background, Case, in_threads
 from .sqlite_space import TABLES, SqliteSpace, rows

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier
 
+from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.codec import decode_state
 from rdzv.errors import (
     RendezvousClosedError,
@@ -26,9 +29,12 @@ from .handler_kit import (
     Stopwatch,
     assert_together,
     bootstrap_of,
+    close,
+    grow,
     hold_for,
     in_thread,
     join_all,
+    lose_one,
     notice_moments,
     results,
     together,
@@ -197,6 +203,16 @@ def many_agents_hear_of_a_late_node_together() -> None:
         assert not late.done()
 
 
+def a_crowd_of_late_nodes_costs_one_round() -> None:
+    with Job("4:12", last_call_timeout=1.0) as job:
+        nodes, _ = job.start(4)
+        crowd = [job.node() for _ in range(8)]
+        joins = [node.join() for node in crowd]
+        assert_together(notice_moments(nodes))
+        results([*nodes, *crowd], [*(node.join() for node in nodes), *joins])
+        assert nodes[0].state.round == 2
+
+
 def a_node_that_restarts_its_workers_brings_the_others_back() -> None:
     with Job("2:2") as job:
         nodes, _ = job.start(2)
@@ -321,8 +337,8 @@ def a_run_id_serves_again_after_the_grace() -> None:
         infos[0].store.set("key", "old")
         closed_incarnation = nodes[0].state.incarnation
         runner, closing = nodes[1], nodes[0]
-        watch = Stopwatch()
         assert closing.handler.shutdown()
+        watch = Stopwatch()
         early = job.node()
         with pytest.raises(RendezvousClosedError, match=r"used again in [012]\.\d s") as caught:
             early.handler.next_rendezvous()
@@ -439,12 +455,24 @@ def a_job_that_is_ending_takes_no_newcomer() -> None:
 # ------------------------------------------------------------------------------------- all of it
 
 
-def test_the_life_of_a_job() -> None:
+def test_the_life_of_a_job(tmp_path: Path) -> None:
     """One test, for these spend their time waiting and can do so side by side."""
+
+    def on_sqlite() -> None:
+        def make_backend(run_id: str) -> SqlBackend:
+            backend = SqlBackend(str(tmp_path / "job.db"), run_id, SqlOptions(), name="sqlite")
+            backends.callback(backend.close)
+            return backend
+
+        with ExitStack() as backends, Job("2:3", make_backend=make_backend) as job:
+            close(lose_one(grow(job)))
+
     with without_garbage_collection():
         together(
+            on_sqlite,
             a_late_node_is_taken_and_ranks_stay,
             many_agents_hear_of_a_late_node_together,
+            a_crowd_of_late_nodes_costs_one_round,
             a_node_that_restarts_its_workers_brings_the_others_back,
             a_spare_parks_without_a_deadline_and_takes_a_free_place,
             surplus_nodes_of_the_first_round_are_spares,

@@ -19,7 +19,7 @@ from .handler_kit import PATIENCE_SECONDS, Stopwatch, together, wait_until
 PROGRAM = """
 import sys
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-from rdzv.backends.sql import create_backend
+from rdzv.stores.sql import create_backend
 from rdzv.handler import create_handler
 
 params = RendezvousParameters(

@@ -21,8 +21,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from rdzv.backends.memory import MemoryBackend, MemorySpace
-from rdzv.backends.sql import create_backend
 from rdzv.stores.memory import MemoryClient, MemoryStore
+from rdzv.stores.sql import create_backend
 
 from .handler_kit import PATIENCE_SECONDS, hold_for, in_thread, together, wait_until
 

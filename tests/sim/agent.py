@@ -63,7 +63,8 @@ class Job:
         rng, number = self.world.rng, next(self._names)
         offset, rate = rng.uniform(1e3, 1e5), rng.uniform(0.95, 1.05)
         backend = self.world.connect(lambda: offset + rate * self.world.now)
-        host = Host(self.world, f"n{number}", offset, rate, backend)
+        timeout = min(2.0, self.world.rules.keep_alive_interval_seconds)
+        host = Host(self.world, f"n{number}", offset, rate, backend, timeout)
         agent = Agent(self, host, address or f"node{number}")
         self.world.hosts[host.name] = host
         self.agents[host.name] = agent

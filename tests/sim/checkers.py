@@ -138,7 +138,7 @@ class Exclusivity:
         agent = self.job.agents[node_id]
         if node_id in self.withdrawn or agent.phase in ("leaving", "done"):
             return
-        if self._is_rolled_back():
+        if self.world.recently_rolled_back():
             return
         if in_contact(self.world, agent.host):
             silent = self.world.now - agent.host.alive_at
@@ -158,17 +158,12 @@ class Exclusivity:
                 "2 exclusivity", f"{agent.name} runs {running} while {after.round_id} was formed"
             )
 
-    def _is_rolled_back(self) -> bool:
-        """Whether the roster is an older copy, in which entries end too early."""
-        since = self.world.now - self.world.rules.liveness_window_seconds - 4.0
-        return any(moment > since for moment in self.world.rolled_back_at)
-
     def _is_stated_gap(self, after: State) -> bool:
         """Brand-new nodes alone on an empty backend, or an older copy of the roster too, until the
         others' next beat finds out."""
         interval = self.world.rules.keep_alive_interval_seconds
         soon = self.world.now - 2.0 * interval - 4.0
-        if self._is_rolled_back():
+        if self.world.recently_rolled_back():
             return True
         is_new = all(self.job.agents[name].round_id is None for name in after.participant_ids)
         return is_new and any(moment > soon for moment in self.world.emptied_at)

@@ -18,7 +18,8 @@ from rdzv.machine import reasons_to_rejoin
 from rdzv.state import RoundId, State
 
 NOTICE_TOLERANCE_SECONDS = 0.05
-ATTEMPTS_MAX_PER_JOIN = 40
+ATTEMPTS_MAX_PER_ROUND = 25
+"""Of one node, lost races and takeovers included."""
 DATED = ("push", "poll")
 """The kinds of backends that know the age of the document."""
 
@@ -54,6 +55,8 @@ class Notices:
 
     def _has_cause(self, agent: Agent) -> bool:
         """Somebody of the round has gone or stopped, or somebody new would be admitted."""
+        if self.world.recently_rolled_back():
+            return True
         assert agent.round_id is not None
         this, now = self.job.rounds[agent.round_id], self.world.now
         for node_id in this.final.participant_ids:
@@ -204,12 +207,9 @@ class Costs:
         self.changed_at = 0.0
         self.requests: dict[str, tuple[float, int]] = {}
 
-    def on_join(self, agent: Agent) -> None:
-        self.attempts[agent.name] = 0
-
     def on_attempt(self, host: Host, swapped: bool) -> None:
         self.attempts[host.name] += 1
-        if self.attempts[host.name] > ATTEMPTS_MAX_PER_JOIN:
+        if self.attempts[host.name] > ATTEMPTS_MAX_PER_ROUND:
             raise Violation("10 cost", f"{host.name} tried to write too often")
 
     def on_announce(self, host: Host, *_: object) -> None:
@@ -221,6 +221,8 @@ class Costs:
     def on_write(self, host: Host, before: State | None, after: State) -> None:
         self.writes += 1
         self.changed_at = self.world.now
+        if before is None or before.round_id != after.round_id:
+            self.attempts.clear()
         if before is None:
             self.told_at[after.round_id] = self.world.now
             return
@@ -263,6 +265,8 @@ class Costs:
             self.requests.clear()
             return
         for agent in self.job.live_agents():
+            if agent.phase not in ("joining", "running"):
+                continue
             began, count = self.requests.setdefault(agent.name, (world.now, agent.host.requests))
             seconds = (world.now - began) * agent.host.clock_rate
             most = seconds / world.rules.keep_alive_interval_seconds + 1.0

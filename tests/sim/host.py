@@ -30,7 +30,7 @@ class Host:
     clock_offset: float
     clock_rate: float
     backend: Any
-    read_timeout_seconds: float = 2.0
+    read_timeout_seconds: float
     alive: bool = True
     cut: bool = False
     paused_until: float = 0.0

@@ -177,6 +177,11 @@ class Run:
         def fail_over() -> None:
             self._disturb()
             self.world.fail_over(older, with_roster=with_roster)
+            interval = self.scenario.rules.keep_alive_interval_seconds
+            for _ in range(rng.choice([0, 1, self.scenario.rules.min_nodes])):
+                self.world.after(
+                    rng.uniform(0.0, interval), lambda: self.job.start_agent() and None
+                )
 
         if self.world.now < self.scenario.calm_at - 5.0:
             self.world.after(rng.uniform(0.01, 3.0), fail_over)
@@ -188,6 +193,7 @@ class Run:
         world, what = self.world, mishap.what
         if what != "arrive":
             self._disturb()
+        if what in ("pause", "cut", "outage", "restart", "wipe"):
             world.after(mishap.seconds, self._disturb)
         if what in ("outage", "restart"):
             world.go_down()

@@ -319,6 +319,11 @@ class World:
         moments = [*self.emptied_at, *self.restored_at, *(end for _, end in self.outages)]
         return any(moment > since for moment in moments)
 
+    def recently_rolled_back(self) -> bool:
+        """Whether the roster is an older copy, in which entries end too early."""
+        since = self.now - self.rules.liveness_window_seconds - 4.0
+        return any(moment > since for moment in self.rolled_back_at)
+
     def down_seconds(self, since: float) -> float:
         """For how long the backend has been down since then."""
         return sum(max(0.0, min(end, self.now) - max(begin, since)) for begin, end in self.outages)

@@ -87,7 +87,7 @@ def test_all_promised_names_are_known() -> None:
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
         extras = set(tomllib.load(file)["project"]["optional-dependencies"])
     assert {extra for one in known.values() for extra in one.extras} <= extras
-    assert known["sqlite"].factory == "rdzv.backends.sql:create_backend"
+    assert known["sqlite"].factory == "rdzv.stores.sql:create_backend"
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - BUILT))
@@ -249,7 +249,7 @@ def test_our_own_backend_wins_over_a_third_partys(
     module = install("sqlite", MEMORY)
     backend, _ = open_backend(parameters("sqlite", str(tmp_path / "job.db")))
     assert type(backend).__module__.startswith("rdzv.backends.sql")
-    assert re.search(rf"rdzv.backends.sql:create_backend is used, {module}:.* is not", caplog.text)
+    assert re.search(rf"rdzv.stores.sql:create_backend is used, {module}:.* is not", caplog.text)
 
 
 def test_creators_are_one_object_a_name() -> None:
