@@ -20,8 +20,8 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import re
+import shutil
 import subprocess
 import sys
 import time
