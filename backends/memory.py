@@ -167,7 +167,8 @@ class MemoryBackend(RendezvousBackend, Roster, Watch):
     def _pulse(self, present: bool, question: Question) -> Pulse:
         now = self._space.clock()
         run, document = self._run, self._run.document
-        live = [r.entry for r in run.rows.values() if not r.withdrawn and r.expires_at > now]
+        rows = [row for row in run.rows.values() if not row.withdrawn and row.expires_at > now]
+        live = [row.entry for row in rows]
         label = question.round_label
         return Pulse(
             token=None if document is None else document.token,
@@ -177,4 +178,5 @@ class MemoryBackend(RendezvousBackend, Roster, Watch):
             peer_live=self._live(question.peer_id) is not None,
             confirmed=sum(entry.round_label == label for entry in live) if label else 0,
             state_age_seconds=None if document is None else now - document.written_at,
+            next_expiry_seconds=min((row.expires_at - now for row in rows), default=None),
         )

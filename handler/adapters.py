@@ -168,8 +168,10 @@ class FramedBackend(RendezvousBackend, Roster):
         return listed
 
     def revision_of(self, frame: _Frame) -> Any:
-        """The roster's revision as this observer sees it."""
-        return frame.revision, sum(self._is_proven(node_id) for node_id in frame.rows)
+        """The roster's revision as this observer sees it. It holds who is live, for one entry may
+        move again in the moment in which another one stands still for too long."""
+        live = {key for key, row in frame.rows.items() if self._is_live(key, row)}
+        return frame.revision, frozenset(filter(self._is_proven, live))
 
     def look(self) -> _Frame:
         """The frame as it is now, with a note of which entries have moved."""

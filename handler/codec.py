@@ -58,6 +58,7 @@ def encode_state(state: State) -> bytes:
         "l": list(state.lost),
         "a": round(state.notice_age_seconds, 4),
         "x": [state.closed.reason, state.closed.ended_well] if state.closed else None,
+        "b": state.refill,
         "o": list(state.replaces),
     }
     return _encode(b"S", state.check, fields, STATE_BYTES_MAX)
@@ -147,7 +148,7 @@ def _unpack(packing: bytes, body: bytes) -> bytes:
 
 
 def _state_in(fields: dict[str, Any]) -> State:
-    _expect_keys(fields, "irnpfcwlaxo")
+    _expect_keys(fields, "irnpfcwlaxbo")
     proposal, closed = fields["f"], fields["x"]
     state = State(
         incarnation=_text(fields["i"]),
@@ -160,6 +161,7 @@ def _state_in(fields: dict[str, Any]) -> State:
         lost=tuple(_text(lost) for lost in _list(fields["l"])),
         notice_age_seconds=float(fields["a"]),
         closed=None if closed is None else Closing(_text(closed[0]), _truth(closed[1])),
+        refill=_text(fields["b"]),
         replaces=tuple(_text(old) for old in _list(fields["o"])),
     )
     state.check()

@@ -122,6 +122,8 @@ class Session:
     """Whether ``state`` and ``token`` are the latest that this node has heard of."""
     latest: State | None = None
     """The latest document with a round that was read; ``restored()`` puts it back."""
+    refill: str = ""
+    """``state.refill`` as it was read last."""
     pulse: Pulse | None = None
     pulse_at: float = 0.0
     asked_peer: str = ""

@@ -229,7 +229,7 @@ def is_parked(state: State, node_id: str, rules: Rules) -> bool:
     return len(state.participants) - len(state.lost) >= rules.max_nodes
 
 
-def restored(state: State | None, mine: State | None) -> State | None:
+def restored(state: State | None, mine: State | None, refill: str) -> State | None:
     """The document to put back in place of ``state``, or None if nothing is to be put back.
 
     ``mine`` is the latest document that this node has read. A backend that came back empty or
@@ -245,7 +245,7 @@ def restored(state: State | None, mine: State | None) -> State | None:
                 return None
         elif state.round:
             return None
-    return replace(mine, proposal=None, coordinator="")
+    return replace(mine, proposal=None, coordinator="", refill=refill)
 
 
 def expels(state: State, running: RoundId) -> bool:
@@ -417,6 +417,7 @@ def _complete(state: State, listing: Listing, seen: _Seen, rules: Rules, me: Obs
         nonce=proposal.nonce,
         participants=proposal.participants,
         coordinator=spares[0] if spares else "",
+        refill=state.refill,
         replaces=state.replaces,
     )
     return Decision(Act.SWAP, f"all {len(chosen)} nodes have confirmed", final)

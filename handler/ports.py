@@ -81,6 +81,9 @@ class Pulse:
     """Live entries whose ``round_label`` is ``question.round_label``; 0 for an empty label."""
     state_age_seconds: float | None = None
     """Seconds since the document was last written, by the backend's clock; None without one."""
+    next_expiry_seconds: float | None = None
+    """Seconds until the first live entry expires if no beat comes, by the backend's clock; None
+    without one. A hint when to look: without it a loss is noticed up to one beat later."""
 
 
 class Roster(ABC):

@@ -74,6 +74,8 @@ LISTING_GAP_SECONDS_PER_ENTRY = 0.0005
 """Between two listings of a growing crowd, so that a joining storm costs linear work."""
 BEAT_PHASE = 0.618034
 """Of an interval between the beats of neighbouring ranks; the golden ratio fills gaps evenly."""
+EXPIRY_MARGIN_SECONDS = 0.05
+"""After an entry should have expired, to see that it has."""
 BACK_OFF_FIRST_SECONDS = 0.1
 BACK_OFF_MAX_SECONDS = 5.0
 LATE_WRITE_SECONDS = 120.0
@@ -316,7 +318,7 @@ def _arrive(session: Session) -> Asking:
 
 def _put_back(session: Session) -> Asking:
     """Refill a backend that came back empty or older. Tells whether it tried to."""
-    back = restored(session.state, session.latest)
+    back = restored(session.state, session.latest, session.nonce())
     if back is None:
         if session.state is not None and session.state.round:
             session.latest = session.state
@@ -513,6 +515,10 @@ def _take(session: Session, found: Found) -> None:
     if session.proves_life_by_beats and coordinator not in ("", before, session.id):
         session.next_beat = session.clock()
     session.state, session.token, session.was_read = found.state, found.token, True
+    if found.state is not None and found.state.refill != session.refill:
+        session.refill = found.state.refill
+        session.lose_contact()
+        session.touch()
     _date_change(session)
 
 
@@ -568,11 +574,32 @@ def _take_pulse(session: Session, pulse: Pulse, asked_at: float) -> None:
     session.touch()
     session.pulse = pulse
     session.next_beat = asked_at + session.rules.keep_alive_interval_seconds
+    if _watches_the_roster(session) and _somebody_is_late(session, pulse):
+        expires_at = session.clock() + (pulse.next_expiry_seconds or 0.0)
+        session.next_beat = min(session.next_beat, expires_at + EXPIRY_MARGIN_SECONDS)
     session.pulse_at = session.clock()
     if pulse.token != session.token:
         session.was_read = False
     elif session.was_read:
         _date_change(session)
+
+
+def _watches_the_roster(session: Session) -> bool:
+    """Whether it falls to this node to notice a loss at once."""
+    state = session.state
+    if state is None:
+        return False
+    if session.entry.running is None:
+        return session.coordinates
+    rank = state.rank_of(session.id)
+    return rank is not None and rank < LISTING_RANKS
+
+
+def _somebody_is_late(session: Session, pulse: Pulse) -> bool:
+    """Whether a live entry has missed a beat: it is worth looking when it will have expired."""
+    rules, expiry = session.rules, pulse.next_expiry_seconds
+    healthy = rules.liveness_window_seconds - 1.5 * rules.keep_alive_interval_seconds
+    return expiry is not None and expiry < healthy
 
 
 def _list(session: Session) -> Steps:

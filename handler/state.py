@@ -89,6 +89,9 @@ class State:
     participants a reason to re-join. With the document's own age it tells all of them one moment
     at which to act, without a clock in it."""
     closed: Closing | None = None
+    refill: str = ""
+    """Drawn anew by whoever puts the document back into a backend that had lost it. Then entries
+    may be gone as well: who meets another ``refill`` than before has not watched until now."""
     replaces: tuple[str, ...] = ()
     """Closed incarnations of this run id, latest first; nothing of theirs means anything now."""
 
@@ -136,7 +139,8 @@ class State:
         _require(len(self.replaces) <= REPLACED_INCARNATIONS_MAX, "too many old incarnations")
         _require(self.incarnation not in self.replaces, "an incarnation that replaces itself")
         reason = self.closed.reason if self.closed else ""
-        _check_texts((self.incarnation, self.nonce, self.coordinator, reason, *self.replaces))
+        texts = (self.incarnation, self.nonce, self.coordinator, self.refill, reason)
+        _check_texts((*texts, *self.replaces))
 
 
 @dataclass(frozen=True, slots=True)

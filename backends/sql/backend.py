@@ -311,7 +311,7 @@ class _RosterRows:
     def pulse(self, connection: sa.Connection, present: bool, question: Question) -> Pulse:
         values = {"peer": hashed(question.peer_id), "label": _label_key(question.round_label)}
         row = connection.execute(self._pulse, values).one()
-        version, write_id, age, revision, peers, live, confirmed = row
+        version, write_id, age, revision, peers, live, confirmed, expiry = row
         return Pulse(
             token=_token(version, write_id),
             live=live,
@@ -320,6 +320,7 @@ class _RosterRows:
             peer_live=peers > 0,
             confirmed=int(confirmed) if question.round_label else 0,
             state_age_seconds=None if age is None else max(0, age) / 1000,
+            next_expiry_seconds=None if expiry is None else max(0, expiry) / 1000,
         )
 
     def entries(self, connection: sa.Connection) -> list[Listed]:
@@ -367,6 +368,7 @@ def _pulse_statement(
         .scalar_subquery(),
         sa.func.count(),
         sa.func.coalesce(sa.func.sum(has_label), 0),
+        sa.func.min(roster.c.expires_at) - now,
     ).where(is_live)
 
 

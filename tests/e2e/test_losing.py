@@ -18,8 +18,6 @@ from .harness import (
 NewJob = Callable[..., Job]
 
 REJOIN_LIMIT_SECONDS = LIVENESS_WINDOW_SECONDS + 2 * KEEP_ALIVE_INTERVAL_SECONDS + 1.0
-AGENT_LIMIT_SECONDS = 1.0
-"""What torchrun needs to ask the handler (every 0.1 s) and to end its workers."""
 NOTICE_SPREAD_SECONDS = 0.05
 
 
@@ -91,7 +89,7 @@ def test_frozen_node_is_left_behind_and_comes_back(new_job: NewJob) -> None:
         noticed = agent.wait_for_trace("waiting", notices[agent] + 1)
         assert noticed["earliest"] - frozen_at <= REJOIN_LIMIT_SECONDS
         rejoined = agent.wait_for_trace("joining", joins[agent] + 1)
-        assert rejoined["time"] - noticed["time"] <= AGENT_LIMIT_SECONDS
+        assert rejoined["time"] - frozen_at <= REJOIN_LIMIT_SECONDS
     _assert_noticed_together(agents, notices)
     smaller = job.wait_for_world(*agents, after=world)
 

@@ -169,6 +169,8 @@ class Recovery:
         if self.world.disturbed_at > crashed_at or self.world.down_seconds(crashed_at - 1.0):
             return
         for peer in self.job.live_agents():
+            if peer.session.run_closed:
+                continue
             if peer.phase == "running" and peer.round_id == round_id:
                 raise Violation(
                     "recovery", f"{peer.name} still runs {round_id} {seconds:.1f} s after a loss"
@@ -223,10 +225,8 @@ class Costs:
         self.changed_at = self.world.now
         if before is None or before.round_id != after.round_id:
             self.attempts.clear()
-        if before is None:
             self.told_at[after.round_id] = self.world.now
-            return
-        if before.closed is not None or after.closed is not None:
+        if before is None or before.closed is not None or after.closed is not None:
             return
         if replace(before, notice_age_seconds=0.0) == replace(after, notice_age_seconds=0.0):
             raise Violation("10 cost", f"{host.name} wrote what was there")

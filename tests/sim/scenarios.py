@@ -268,10 +268,11 @@ class Run:
         finishing = any(agent.phase == "finishing" for agent in in_round)
         if len(in_round) >= rules.max_nodes or len(live) < rules.min_nodes or finishing:
             return
+        speaker = next((a for a in joining if a.session.coordinates), joining[0])
         raise Violation(
             "liveness",
-            f"{len(joining)} of {len(live)} nodes still wait, {joining[0].name} for "
-            f"{joining[0].session.why!r}",
+            f"{len(joining)} of {len(live)} nodes still wait, {speaker.name} for "
+            f"{speaker.session.why!r}",
         )
 
 

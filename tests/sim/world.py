@@ -277,6 +277,7 @@ class World:
         """The backend answers again."""
         if not self.up:
             self.up = True
+            self.disturbed_at = self.now
             self.emptied_at = [
                 at if at < self.outages[-1][0] else self.now for at in self.emptied_at
             ]
