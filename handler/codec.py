@@ -33,7 +33,8 @@ from rdzv.state import (
 STATE_BYTES_MAX = 1_000_000
 """Of an encoded state: etcd refuses requests over 1.5 MB."""
 ENTRY_BYTES_MAX = 16_384
-UNPACKED_BYTES_MAX = 8_000_000
+UNPACKED_FACTOR_MAX = 8
+"""How many times over its own limit a record's JSON may be."""
 PACK_FROM_BYTES = 512
 """Below this, compression does not pay for its time."""
 
@@ -93,16 +94,18 @@ def _encode(kind: bytes, check: Callable[[], None], fields: dict[str, Any], limi
     except RecordError as error:
         raise RendezvousStateError(f"This record cannot be written: it has {error}.") from error
     body = json.dumps(fields, separators=(",", ":")).encode()
+    unpacked_bytes = len(body)
     packing = b"j"
     if len(body) >= PACK_FROM_BYTES:
         packed = zlib.compress(body, 6)
         if len(packed) < len(body):
             packing, body = b"z", packed
     data = _MAGIC + kind + _VERSION + packing + body
-    if len(data) > limit:
+    if len(data) > limit or unpacked_bytes > limit * UNPACKED_FACTOR_MAX:
         raise RendezvousStateError(
-            f"A record of {len(data)} bytes is over the limit of {limit}. Use shorter labels "
-            "and addresses or fewer nodes."
+            f"A record of {len(data)} bytes, {unpacked_bytes} unpacked, is over the limit of "
+            f"{limit}, {limit * UNPACKED_FACTOR_MAX} unpacked. Use shorter labels and addresses or "
+            "fewer nodes."
         )
     return data
 
@@ -125,42 +128,41 @@ def _decode(
             f"{_VERSION!r} only. Run the same version of rdzv on all nodes of a job."
         )
     try:
-        return read(json.loads(_unpack(header[6:7], body)))
+        return read(json.loads(_unpack(header[6:7], body, limit * UNPACKED_FACTOR_MAX)))
     except RecordError as error:
         raise RendezvousStateError(f"A damaged record: it has {error}.") from error
-    except (ValueError, TypeError, KeyError, IndexError, zlib.error, RecursionError) as error:
+    except (ValueError, OverflowError, zlib.error, RecursionError) as error:
         raise RendezvousStateError(
             f"A damaged record of {len(data)} bytes ({type(error).__name__}: {error}). It is left "
             "as it is: use another run id, or delete it once no node of the run is alive."
         ) from error
 
 
-def _unpack(packing: bytes, body: bytes) -> bytes:
+def _unpack(packing: bytes, body: bytes, limit: int) -> bytes:
     if packing == b"j":
         return body
     if packing != b"z":
         raise RecordError(f"unknown packing {packing!r}")
     unpacker = zlib.decompressobj()
-    unpacked = unpacker.decompress(body, UNPACKED_BYTES_MAX)
-    if not unpacker.eof or unpacker.unused_data:
+    unpacked = unpacker.decompress(body, limit + 1)  # one more, or a full one has no visible end
+    if len(unpacked) > limit or not unpacker.eof or unpacker.unused_data:
         raise RecordError("a wrong length")
     return unpacked
 
 
 def _state_in(fields: dict[str, Any]) -> State:
     _expect_keys(fields, "irnpfcwlaxbo")
-    proposal, closed = fields["f"], fields["x"]
     state = State(
         incarnation=_text(fields["i"]),
         round=_whole(fields["r"]),
         nonce=_text(fields["n"]),
         participants=_nodes_in(fields["p"]),
-        proposal=None if proposal is None else Proposal(_text(proposal[0]), _nodes_in(proposal[1])),
+        proposal=_proposal_in(fields["f"]),
         coordinator=_text(fields["c"]),
         waiting=_whole(fields["w"]),
         lost=tuple(_text(lost) for lost in _list(fields["l"])),
-        notice_age_seconds=float(fields["a"]),
-        closed=None if closed is None else Closing(_text(closed[0]), _truth(closed[1])),
+        notice_age_seconds=_number(fields["a"]),
+        closed=_closing_in(fields["x"]),
         refill=_text(fields["b"]),
         replaces=tuple(_text(old) for old in _list(fields["o"])),
     )
@@ -183,6 +185,20 @@ def _entry_in(fields: dict[str, Any]) -> RosterEntry:
     return entry
 
 
+def _proposal_in(row: Any) -> Proposal | None:
+    if row is None:
+        return None
+    nonce, participants = _list(row)
+    return Proposal(_text(nonce), _nodes_in(participants))
+
+
+def _closing_in(row: Any) -> Closing | None:
+    if row is None:
+        return None
+    reason, ended_well = _list(row)
+    return Closing(_text(reason), _truth(ended_well))
+
+
 def _nodes_out(nodes: tuple[Node, ...]) -> list[list[str]]:
     return [[node.id, node.address] for node in nodes]
 
@@ -190,7 +206,7 @@ def _nodes_out(nodes: tuple[Node, ...]) -> list[list[str]]:
 def _nodes_in(rows: Any) -> tuple[Node, ...]:
     nodes = []
     for row in _list(rows):
-        node_id, address = row
+        node_id, address = _list(row)
         nodes.append(Node(_text(node_id), _text(address)))
     return tuple(nodes)
 
@@ -202,7 +218,7 @@ def _round_out(round_id: RoundId | None) -> list[Any] | None:
 def _round_in(row: Any) -> RoundId | None:
     if row is None:
         return None
-    incarnation, number, nonce = row
+    incarnation, number, nonce = _list(row)
     return RoundId(_text(incarnation), _whole(number), _text(nonce))
 
 
@@ -221,6 +237,10 @@ def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise RecordError(f"{type(value).__name__} where a whole number belongs")
     return value
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, float) else float(_whole(value))
 
 
 def _truth(value: Any) -> bool:

@@ -26,7 +26,8 @@ from typing import Any
 from rdzv.driver import Driver, Stopped
 from rdzv.effects import Effect, Session
 from rdzv.errors import RendezvousConnectionError, RendezvousError
-from rdzv.protocol import give_up, join, keep_alive
+from rdzv.protocol import give_up, join
+from rdzv.running import keep_alive
 from rdzv.state import State
 
 logger = logging.getLogger("rdzv")

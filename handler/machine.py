@@ -28,8 +28,6 @@ from enum import Enum
 
 from rdzv.ranks import assign_ranks
 from rdzv.state import (
-    REPLACED_INCARNATIONS_MAX,
-    Closing,
     Listing,
     Proposal,
     RosterEntry,
@@ -453,56 +451,3 @@ def _presumption_ends(seen: _Seen, listing: Listing, rules: Rules) -> float | No
     if not seen.presumed:
         return None
     return listing.contact_since_seconds + rules.liveness_window_seconds
-
-
-class Admission(Enum):
-    """How a node that has not announced itself yet meets the document."""
-
-    ENTER = "announce"
-    REFUSED = "the run is closed, and too recently to be begun anew"
-    WATCH = "the run is closed; without a clock, see whether it stays as it is"
-    REPLACE = "the run is closed and over: begin a new incarnation"
-
-
-def admit(
-    state: State | None, rules: Rules, age_seconds: float | None, watched_seconds: float
-) -> Admission:
-    """What a new node does. ``age_seconds`` is the document's age on the backend's clock, None
-    where there is no such clock; ``watched_seconds`` is how long this node has seen it unchanged.
-    """
-    if state is None or state.closed is None:
-        return Admission.ENTER
-    if age_seconds is None:
-        over = watched_seconds >= rules.closed_grace_seconds
-        return Admission.REPLACE if over else Admission.WATCH
-    if age_seconds >= rules.closed_grace_seconds:
-        return Admission.REPLACE
-    return Admission.REFUSED
-
-
-def successor(closed: State, me: Observer) -> State:
-    """The first document of the incarnation that follows a closed one."""
-    replaces = (closed.incarnation, *closed.replaces)[:REPLACED_INCARNATIONS_MAX]
-    return State(incarnation=me.nonce, coordinator=me.id, replaces=replaces)
-
-
-def closing(state: State, listing: Listing, rules: Rules, reason: str) -> State:
-    """The document of a closed run. It ended well if every participant had finished."""
-    ended_well = bool(state.participants) and all(
-        (entry := listing.entry_of(node_id)) is not None and has_finished(entry, state)
-        for node_id in state.participant_ids
-    )
-    return replace(state, proposal=None, closed=Closing(reason, ended_well))
-
-
-def without(state: State, node_id: str) -> State | None:
-    """The document after a node has given up: its proposal dropped, or the node named lost; None
-    when the document does not name it."""
-    if state.closed is not None:
-        return None
-    proposal = state.proposal
-    if proposal is not None and any(node.id == node_id for node in proposal.participants):
-        return replace(state, proposal=None)
-    if node_id in state.participant_ids and node_id not in state.lost:
-        return replace(state, lost=tuple(sorted({*state.lost, node_id})))
-    return None

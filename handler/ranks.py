@@ -22,7 +22,6 @@ from rdzv.state import Node, RosterEntry
 RANK_ORDERS = ("stable", "natural", "topology")
 
 _DIGITS = re.compile(r"(\d+)")
-_HINT_NONE = 1 << 62
 
 
 def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
@@ -57,8 +56,8 @@ def assign_ranks(
 
 
 def _natural_order(entry: RosterEntry) -> tuple[object, ...]:
-    hint = _HINT_NONE if entry.rank_hint is None else entry.rank_hint
-    return (hint, natural_key(entry.node.address), natural_key(entry.node.id))
+    hint = (entry.rank_hint is None, entry.rank_hint or 0)
+    return (*hint, natural_key(entry.node.address), natural_key(entry.node.id))
 
 
 def _survivor_first(ordered: list[RosterEntry], before: dict[str, int]) -> list[RosterEntry]:

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ REPLACED_INCARNATIONS_MAX = 8
 """How many closed incarnations a run id remembers to have had before."""
 TEXT_CHARACTERS_MAX = 1024
 """Of a node id, an address, a label or a reason."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class RecordError(ValueError):
@@ -215,3 +217,5 @@ def _check_nodes(nodes: tuple[Node, ...]) -> None:
 def _check_texts(texts: Iterable[str]) -> None:
     for text in texts:
         _require(len(text) <= TEXT_CHARACTERS_MAX, f"a text over {TEXT_CHARACTERS_MAX} characters")
+        # Half a character: two of them, written side by side, would be read as another text.
+        _require(text.isascii() or not _SURROGATES.search(text), "a text that is no valid Unicode")

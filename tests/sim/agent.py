@@ -16,7 +16,8 @@ from sim.world import World
 
 from rdzv.effects import Session, Withdraw
 from rdzv.errors import RendezvousConnectionError, RendezvousError
-from rdzv.protocol import close, finish, give_up, join, keep_alive
+from rdzv.protocol import close, finish, give_up, join
+from rdzv.running import keep_alive
 from rdzv.state import Node, RosterEntry, RoundId, State
 
 POLL_SECONDS = 0.1

@@ -138,8 +138,6 @@ class Exclusivity:
         agent = self.job.agents[node_id]
         if node_id in self.withdrawn or agent.phase in ("leaving", "done"):
             return
-        if self.world.recently_rolled_back():
-            return
         if in_contact(self.world, agent.host):
             silent = self.world.now - agent.host.alive_at
             raise Violation("4 nobody is expelled", f"{what}, which was silent for {silent:.2f} s")

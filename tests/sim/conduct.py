@@ -55,8 +55,6 @@ class Notices:
 
     def _has_cause(self, agent: Agent) -> bool:
         """Somebody of the round has gone or stopped, or somebody new would be admitted."""
-        if self.world.recently_rolled_back():
-            return True
         assert agent.round_id is not None
         this, now = self.job.rounds[agent.round_id], self.world.now
         for node_id in this.final.participant_ids:
@@ -169,7 +167,7 @@ class Recovery:
         if self.world.disturbed_at > crashed_at or self.world.down_seconds(crashed_at - 1.0):
             return
         for peer in self.job.live_agents():
-            if peer.session.run_closed:
+            if peer.session.run_closed or not in_contact(self.world, peer.host):
                 continue
             if peer.phase == "running" and peer.round_id == round_id:
                 raise Violation(

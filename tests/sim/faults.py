@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 from sim.host import Host
 
-from rdzv import machine, protocol
+from rdzv import admission, machine, protocol, running, steps
 from rdzv.backends.memory import MemoryBackend
-from rdzv.effects import Notice, Session
+from rdzv.effects import Beat, ListRoster, Notice, Session
 from rdzv.state import Listing, Node, Present, RosterEntry, State
 
 WALL_CLOCK_ERROR_SECONDS = 40.0
@@ -59,15 +59,15 @@ def token_ignored() -> Any:
 def wall_clock_compared() -> Any:
     """Entries carry the time of their last beat, and readers compare it with their own."""
     stamps: dict[str, float] = {}
-    beat, announce, list_ = protocol._beat, protocol._announce, protocol._list
+    beat, announce, list_ = steps.beat, steps.announce, steps.list_roster
 
     def wall_clock(session: Session) -> float:
         host: Host = session.clock.__self__  # type: ignore[attr-defined]
         return host.world.now + host.clock_offset % WALL_CLOCK_ERROR_SECONDS
 
-    def stamped(steps: Any) -> Any:
+    def stamped(perform_step: Any) -> Any:
         def perform(session: Session, *arguments: Any) -> Any:
-            yield from steps(session, *arguments)
+            yield from perform_step(session, *arguments)
             stamps[session.id] = wall_clock(session)
 
         return perform
@@ -83,7 +83,7 @@ def wall_clock_compared() -> Any:
             )
             session.listing = replace(session.listing, present=present)
 
-    return patch.multiple(protocol, _beat=stamped(beat), _announce=stamped(announce), _list=judge)
+    return patch.multiple(steps, beat=stamped(beat), announce=stamped(announce), list_roster=judge)
 
 
 @fault
@@ -169,32 +169,32 @@ def _close_and_leave(session: Session) -> Any:
 @fault
 def tombstone_ignored() -> Any:
     """Who has said goodbye is waited for as if it had vanished."""
-    list_ = protocol._list
+    list_ = steps.list_roster
 
     def forget(session: Session) -> Any:
         yield from list_(session)
         if session.listing is not None:
             session.listing = replace(session.listing, withdrawn=frozenset())
 
-    return patch.object(protocol, "_list", forget)
+    return patch.object(steps, "list_roster", forget)
 
 
 @fault
 def notice_without_a_common_age() -> Any:
     """Everybody acts on a change as soon as it has seen it."""
-    set_notice = protocol._set_notice
+    set_notice = running._set_notice
 
     def at_once(session: Session) -> None:
         set_notice(session)
         session.notice = Notice(session.notice.count, session.clock())
 
-    return patch.object(protocol, "_set_notice", at_once)
+    return patch.object(running, "_set_notice", at_once)
 
 
 @fault
 def nothing_is_put_back() -> Any:
     """A backend that came back empty stays so."""
-    return patch.object(protocol, "restored", _always(None))
+    return patch.object(steps, "restored", _always(None))
 
 
 @fault
@@ -211,7 +211,7 @@ def survivors_have_no_precedence() -> Any:
 @fault
 def lost_announcement_is_believed() -> Any:
     """An announcement without an answer counts as made."""
-    announce = protocol._announce
+    announce = steps.announce
 
     def believe(session: Session, entry: RosterEntry) -> Any:
         known = session.announced
@@ -222,13 +222,13 @@ def lost_announcement_is_believed() -> Any:
             session.doubt_until = 0.0
             raise
 
-    return patch.object(protocol, "_announce", believe)
+    return patch.object(steps, "announce", believe)
 
 
 @fault
 def late_announcement_is_not_feared() -> Any:
     """An announcement that failed is taken not to come any more."""
-    return patch.object(protocol, "LATE_WRITE_SECONDS", 0.0)
+    return patch.object(steps, "LATE_WRITE_SECONDS", 0.0)
 
 
 @fault
@@ -262,9 +262,9 @@ def dead_candidates_are_waited_for() -> Any:
 def grace_of_a_closed_run_ignored() -> Any:
     """Whoever comes to a closed run begins it anew at once."""
 
-    def admit(state: State | None, *_: Any) -> machine.Admission:
+    def admit(state: State | None, *_: Any) -> admission.Admission:
         over = state is not None and state.closed is not None
-        return machine.Admission.REPLACE if over else machine.Admission.ENTER
+        return admission.Admission.REPLACE if over else admission.Admission.ENTER
 
     return patch.object(protocol, "admit", admit)
 
@@ -295,18 +295,21 @@ def loss_is_not_told() -> Any:
     def count(state: State, rules: Any) -> int:
         return reasons(state, rules) if state.waiting else 0
 
-    return patch.multiple(protocol, reasons_to_rejoin=count)
+    both = contextlib.ExitStack()
+    for module in (steps, running):
+        both.enter_context(patch.object(module, "reasons_to_rejoin", count))
+    return both
 
 
 @fault
 def only_rank_zero_looks() -> Any:
     """Nobody lists the roster in its place."""
-    should_list = protocol._should_list
+    should_list = running._should_list
 
     def first_only(session: Session, state: State) -> bool:
         return state.rank_of(session.id) == 0 and should_list(session, state)
 
-    return patch.object(protocol, "_should_list", first_only)
+    return patch.object(running, "_should_list", first_only)
 
 
 @fault
@@ -315,20 +318,20 @@ def own_absence_is_not_noticed() -> Any:
 
     def blind(session: Session) -> Any:
         started_at = session.clock()
-        present, withdrawn = yield protocol.ListRoster()
+        present, withdrawn = yield ListRoster()
         session.touch()
         session.look_at = None
         since = session.contact_since or 0.0
         session.listing = Listing(present, withdrawn, started_at, since)
-        session.listed_key = None if session.pulse is None else protocol._key(session.pulse)
+        session.listed_key = None if session.pulse is None else steps.key(session.pulse)
 
     def beat(session: Session) -> Any:
         asked_at = session.clock()
-        pulse = yield protocol.Beat(session.id, protocol._question(session))
+        pulse = yield Beat(session.id, steps.question_of(session))
         session.announced = session.announced and pulse.present
-        protocol._take_pulse(session, pulse, asked_at)
+        steps.take_pulse(session, pulse, asked_at)
 
-    return patch.multiple(protocol, _list=blind, _beat=beat)
+    return patch.multiple(steps, list_roster=blind, beat=beat)
 
 
 @fault

@@ -32,8 +32,11 @@ LAYERS: tuple[tuple[str, frozenset[str]], ...] = (
     # From the inside out: a module imports from its own layer and from those above it here. A
     # name stands for its sub-modules too, but for "rdzv", which is handler/__init__.py alone.
     ("words", frozenset({"rdzv.ports", "rdzv.errors", "rdzv.state"})),
-    ("rules", frozenset({"rdzv.machine", "rdzv.ranks", "rdzv.codec"})),
-    ("effects", frozenset({"rdzv.protocol", "rdzv.effects", "rdzv.settings"})),
+    ("rules", frozenset({"rdzv.admission", "rdzv.machine", "rdzv.ranks", "rdzv.codec"})),
+    (
+        "effects",
+        frozenset({"rdzv.protocol", "rdzv.running", "rdzv.steps", "rdzv.effects", "rdzv.settings"}),
+    ),
     (
         "edge",
         frozenset(
@@ -48,6 +51,7 @@ LAYERS: tuple[tuple[str, frozenset[str]], ...] = (
 )
 PURE_MODULES = frozenset(
     {"rdzv.state", "rdzv.machine", "rdzv.ranks", "rdzv.codec", "rdzv.protocol", "rdzv.effects"}
+    | {"rdzv.steps", "rdzv.running", "rdzv.admission"}
 )
 # No clock, random numbers, thread, socket, file, log or torch: what is not named here is not pure.
 PURE_LIBRARIES = frozenset(
