@@ -63,7 +63,6 @@ _DURATIONS_SECONDS = {
     "read_timeout": 60.0,
     "outage_timeout": 600.0,
     "closed_grace": 60.0,
-    "notice_delay": 0.3,
 }
 OPTIONS = frozenset(_DURATIONS_SECONDS) | {
     *("keep_alive_max_attempt", "restart_on_node_loss", "rank_order", "rank_hint", "topology"),
@@ -107,7 +106,6 @@ class Settings:
     """How long running workers outlive a backend that does not answer."""
     closed_grace_seconds: float = _DURATIONS_SECONDS["closed_grace"]
     """How long a closed run turns newcomers away before its id can be used again."""
-    notice_delay_seconds: float = _DURATIONS_SECONDS["notice_delay"]
     """How long after a change is published all agents show it, together."""
 
     restart_on_node_loss: bool = True
@@ -208,12 +206,6 @@ class Settings:
                 f"{window:g} s, which must be shorter than outage_timeout={outage:g}: workers would"
                 " be given up before a lost node is noticed. Give a shorter keep_alive_interval, "
                 f"or an outage_timeout of several times {window:g}."
-            )
-        if self.notice_delay_seconds >= self.join_timeout_seconds:
-            raise RendezvousSettingsError(
-                f"notice_delay={self.notice_delay_seconds:g} must be shorter than join_timeout="
-                f"{self.join_timeout_seconds:g}: a node that joins a running job would give up "
-                "before the others make room. The default, 0.3, suits every network."
             )
 
 
@@ -450,6 +442,18 @@ def _doubts(settings: Settings) -> Iterator[str]:
             f"last_call_timeout={last_call:g} is not shorter than join_timeout={join:g}: fewer "
             f"than {settings.max_nodes} nodes will time out before their last call is over. Give a "
             "shorter last_call_timeout."
+        )
+    interval = settings.keep_alive_interval_seconds
+    if settings.min_nodes < settings.max_nodes and last_call < interval:
+        yield (
+            f"last_call_timeout={last_call:g} is shorter than keep_alive_interval={interval:g}: if "
+            "the backend loses its data, nodes that join just then can form a world of their own "
+            "before the running ones put the state back. Give a longer last_call_timeout."
+        )
+    if settings.min_nodes < settings.max_nodes and join <= 2 * interval + 1:
+        yield (
+            f"join_timeout={join:g} is too short for a node that joins a running job: the others "
+            f"let it in after up to {2 * interval + 1:g} s. Give a longer join_timeout."
         )
     if settings.keep_alive_max_attempt == 1:
         yield (

@@ -141,7 +141,8 @@ class State:
         _require(len(self.replaces) <= REPLACED_INCARNATIONS_MAX, "too many old incarnations")
         _require(self.incarnation not in self.replaces, "an incarnation that replaces itself")
         reason = self.closed.reason if self.closed else ""
-        texts = (self.incarnation, self.nonce, self.coordinator, self.refill, reason)
+        proposed = self.proposal.nonce if self.proposal else ""
+        texts = (self.incarnation, self.nonce, proposed, self.coordinator, self.refill, reason)
         _check_texts((*texts, *self.replaces))
 
 

@@ -148,7 +148,8 @@ class Recovery:
         if not rules.restart_on_node_loss or agent.round_id not in self.job.rounds:
             return
         this = self.job.rounds[agent.round_id]
-        if len(this.final.participants) - 1 < rules.min_nodes:
+        others = [name for name in this.final.participant_ids if name != agent.name]
+        if sum(self._runs(name, agent) for name in others) < rules.min_nodes:
             return
         listers = this.final.participant_ids[:3]
         listens = [name for name in listers if name != agent.name and self._runs(name, agent)]

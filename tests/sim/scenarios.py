@@ -106,7 +106,7 @@ def _draw_mishaps(rng: random.Random, rules: Rules, calm_at: float) -> tuple[Mis
     kinds = ["crash", "exit", "pause", "cut", "arrive", "workers fail", "outage"]
     weights = [3, 1, 3, 2, 3, 2, 1]
     rare = {
-        "wipe": 0.3, "restart": 0.3, "older copy": 0.15, "close": 0.03, "fail for good": 0.03,
+        "wipe": 0.3, "restart": 0.3, "older copy": 0.2, "close": 0.03, "fail for good": 0.03,
         "reuse": 0.1,
     }  # fmt: skip
     mishaps = []
@@ -121,7 +121,8 @@ def _draw_mishaps(rng: random.Random, rules: Rules, calm_at: float) -> tuple[Mis
 
 def _mishap(rng: random.Random, what: str, window: float, calm_at: float) -> Mishap:
     seconds = rng.choice([rng.uniform(0.05, 0.3), rng.uniform(0.3, 1.0), rng.uniform(1.0, 2.5)])
-    return Mishap(rng.uniform(0.5, calm_at), what, seconds * window, rng.random())
+    latest = rng.choice([20.0, calm_at, calm_at])
+    return Mishap(rng.uniform(0.5, latest), what, seconds * window, rng.random())
 
 
 class Run:
@@ -177,11 +178,8 @@ class Run:
         def fail_over() -> None:
             self._disturb()
             self.world.fail_over(older, with_roster=with_roster)
-            interval = self.scenario.rules.keep_alive_interval_seconds
             for _ in range(rng.choice([0, 1, self.scenario.rules.min_nodes])):
-                self.world.after(
-                    rng.uniform(0.0, interval), lambda: self.job.start_agent() and None
-                )
+                self.world.after(rng.uniform(0.0, 0.3), lambda: self.job.start_agent() and None)
 
         if self.world.now < self.scenario.calm_at - 5.0:
             self.world.after(rng.uniform(0.01, 3.0), fail_over)

@@ -295,7 +295,7 @@ def test_a_zip_bomb_costs_little(
     begin = pump.compress(zeros) + pump.flush(zlib.Z_FULL_FLUSH)
     again = pump.compress(zeros) + pump.flush(zlib.Z_FULL_FLUSH)  # stands by itself: repeatable
     bomb = (b"rdzv" + kind + b"1z" + begin + again * (limit // len(again)))[:limit]
-    assert len(zlib.decompressobj().decompress(bomb[HEADER_BYTES : limit // 4])) > 200 * limit // 4
+    assert len(zlib.decompressobj().decompress(bomb[HEADER_BYTES:4000])) > 1_000_000
     began_at_seconds = time.process_time()
     tracemalloc.start()
     try:

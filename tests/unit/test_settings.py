@@ -35,7 +35,6 @@ DURATIONS = (
     "read_timeout",
     "outage_timeout",
     "closed_grace",
-    "notice_delay",
 )
 
 
@@ -79,7 +78,6 @@ def test_the_defaults_are_torchs_where_torch_has_them(caplog: pytest.LogCaptureF
     assert (found.keep_alive_interval_seconds, found.keep_alive_max_attempt) == (5.0, 3)
     assert (found.read_timeout_seconds, found.is_host, found.store_type) == (60.0, None, None)
     assert (found.outage_timeout_seconds, found.closed_grace_seconds) == (600.0, 60.0)
-    assert found.notice_delay_seconds == 0.3
     assert found.restart_on_node_loss is True
     assert (found.rank_order, found.rank_hint, found.topology) == ("stable", None, "")
     assert found.password is None
@@ -235,12 +233,6 @@ def test_the_liveness_window_is_shorter_than_the_outage_timeout() -> None:
     for said in ("keep_alive_interval=10", "keep_alive_max_attempt=3", "outage_timeout=30"):
         assert said in text
     settings(keep_alive_interval="10", keep_alive_max_attempt="3", outage_timeout="30.1")
-
-
-def test_the_notice_delay_is_shorter_than_the_join_timeout() -> None:
-    text = refusal(notice_delay="2", join_timeout="2", last_call_timeout="1")
-    assert "notice_delay=2" in text
-    assert "join_timeout=2" in text
 
 
 def test_doubtful_combinations_work_and_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
