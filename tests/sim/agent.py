@@ -7,6 +7,7 @@ has worked for long enough in one piece, the job is done.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ class Job:
         for name in sorted(this.running):
             agent, round_id = self.agents[name], this.final.round_id
             seconds = self.world.rng.uniform(0.0, 1.5)
-            agent.host.after(seconds, lambda a=agent, r=round_id: a.workers_succeed(r))
+            agent.host.after(seconds, functools.partial(agent.workers_succeed, round_id))
 
     def succeeded(self, agent: Agent) -> None:
         """An agent's workers have done their work."""

@@ -17,6 +17,7 @@ from sim.host import Host
 from rdzv import admission, machine, protocol, running, steps
 from rdzv.backends.memory import MemoryBackend
 from rdzv.effects import Beat, ListRoster, Notice, Session
+from rdzv.ranks import assign_ranks
 from rdzv.state import Listing, Node, Present, RosterEntry, State
 
 WALL_CLOCK_ERROR_SECONDS = 40.0
@@ -200,7 +201,6 @@ def nothing_is_put_back() -> Any:
 @fault
 def survivors_have_no_precedence() -> Any:
     """Ranks are given as if everybody were new."""
-    assign_ranks = machine.assign_ranks
 
     def assign(entries: Any, previous: Any, rank_order: str) -> tuple[Node, ...]:
         return assign_ranks(entries, (), rank_order)

@@ -71,12 +71,12 @@ class Host:
         """How long it really takes until this machine's clock has moved so far."""
         return own_seconds / self.clock_rate
 
-    def after(self, own_seconds: float, call: Callable[[], None]) -> None:
+    def after(self, own_seconds: float, call: Callable[[], object]) -> None:
         """A timer of this machine: stands still with it, ends with it."""
         seconds = self.true_seconds(own_seconds) + TIMER_SECONDS
         self.world.after(seconds, lambda: self._when_awake(call))
 
-    def _when_awake(self, call: Callable[[], None]) -> None:
+    def _when_awake(self, call: Callable[[], object]) -> None:
         if not self.alive:
             return
         if self.paused_until > self.world.now:

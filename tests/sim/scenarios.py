@@ -6,6 +6,7 @@ printed, and its fingerprint tells whether a seed still means what it meant when
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Callable
@@ -142,9 +143,9 @@ class Run:
         """Run it to its end. Raises :class:`Violation`."""
         scenario, world = self.scenario, self.world
         for moment in scenario.arrivals:
-            world.at(moment, lambda: self.job.start_agent() and None)
+            world.at(moment, self.job.start_agent)
         for mishap in scenario.mishaps:
-            world.at(mishap.at, lambda m=mishap: self._befall(m))
+            world.at(mishap.at, functools.partial(self._befall, mishap))
         world.at(scenario.calm_at, self._calm)
         world.at(CHECK_EVERY_SECONDS, self._check)
         bound = settling_seconds(scenario.rules)
@@ -179,7 +180,7 @@ class Run:
             self._disturb()
             self.world.fail_over(older, with_roster=with_roster)
             for _ in range(rng.choice([0, 1, self.scenario.rules.min_nodes])):
-                self.world.after(rng.uniform(0.0, 0.3), lambda: self.job.start_agent() and None)
+                self.world.after(rng.uniform(0.0, 0.3), self.job.start_agent)
 
         if self.world.now < self.scenario.calm_at - 5.0:
             self.world.after(rng.uniform(0.01, 3.0), fail_over)
@@ -206,7 +207,7 @@ class Run:
             self.job.start_agent()
         elif what == "reuse":
             for _ in range(self.scenario.rules.min_nodes):
-                world.after(world.rng.uniform(0.0, 3.0), lambda: self.job.start_agent() and None)
+                world.after(world.rng.uniform(0.0, 3.0), self.job.start_agent)
         else:
             self._befall_agent(mishap)
 

@@ -106,16 +106,16 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.trace: list[str] | None = None
         self.watchers: list[Any] = []
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._waiters: list[Waiter] = []
         self._decoded: dict[bytes, State] = {}
 
-    def at(self, when: float, call: Callable[[], None]) -> None:
+    def at(self, when: float, call: Callable[[], object]) -> None:
         """Call at a moment of true time."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), call))
 
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
+    def after(self, seconds: float, call: Callable[[], object]) -> None:
         """Call after some true time."""
         self.at(self.now + seconds, call)
 
