@@ -97,9 +97,7 @@ def _encode(kind: bytes, check: Callable[[], None], fields: dict[str, Any], limi
     unpacked_bytes = len(body)
     packing = b"j"
     if len(body) >= PACK_FROM_BYTES:
-        packed = zlib.compress(body, 6)
-        if len(packed) < len(body):
-            packing, body = b"z", packed
+        packing, body = b"z", zlib.compress(body, 6)
     data = _MAGIC + kind + _VERSION + packing + body
     if len(data) > limit or unpacked_bytes > limit * UNPACKED_FACTOR_MAX:
         raise RendezvousStateError(
@@ -144,8 +142,8 @@ def _unpack(packing: bytes, body: bytes, limit: int) -> bytes:
     if packing != b"z":
         raise RecordError(f"unknown packing {packing!r}")
     unpacker = zlib.decompressobj()
-    unpacked = unpacker.decompress(body, limit + 1)  # one more, or a full one has no visible end
-    if len(unpacked) > limit or not unpacker.eof or unpacker.unused_data:
+    unpacked = unpacker.decompress(body, limit)
+    if not unpacker.eof or unpacker.unused_data:
         raise RecordError("a wrong length")
     return unpacked
 

@@ -31,10 +31,7 @@ def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
     ['node', 'node9', 'node10']
     """
     parts = [part for part in _DIGITS.split(text) if part]
-    return tuple(
-        (0, int(part), part) if part.isdecimal() and part.isascii() else (1, 0, part)
-        for part in parts
-    )
+    return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
 def assign_ranks(

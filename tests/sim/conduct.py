@@ -251,7 +251,9 @@ class Costs:
             raise Violation("11 agents hear together", f"{host.name} took back who is lost")
         if tells and not told:
             self.told_at[round_id] = now
-        elif told and not tells and not host.is_late and self.world.kind in DATED:
+        elif told and not tells and before.lost == after.lost and self.world.kind in DATED:
+            if host.is_late:
+                return
             age = now - self.told_at.get(round_id, now)
             if age > 1.05 * rules.keep_alive_interval_seconds + 0.8:
                 raise Violation("11 agents hear together", f"taken back after {age:.1f} s")

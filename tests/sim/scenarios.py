@@ -10,7 +10,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sim import checkers, conduct
@@ -90,7 +90,7 @@ def draw(seed: int) -> Scenario:
         late=rng.choice([0.0, 0.0, 0.0, 0.01]),
         late_seconds=rng.choice([2.0, 20.0]),
     )
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         rules=rules,
         settings=settings,
@@ -99,6 +99,50 @@ def draw(seed: int) -> Scenario:
         weather=weather,
         kind=kind,
         calm_at=calm_at,
+    )
+    theme = rng.choices([None, _failover, _goodbye], [18, 1, 1])[0]
+    return scenario if theme is None else theme(scenario, rng)
+
+
+def _failover(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Theme: an older copy takes over while beats are rare and a newcomer would be let in at once.
+    By chance these meet too seldom."""
+    mishaps = [Mishap(rng.uniform(8.0, 20.0), "older copy")]
+    mishaps += [_mishap(rng, "workers fail", 5.0, 60.0) for _ in range(3)]
+    return replace(
+        scenario,
+        rules=_slow_rules(scenario.rules, max_nodes=rng.randint(2, 4)),
+        settings=replace(scenario.settings, work_seconds=float("inf"), workers_die=1.0),
+        arrivals=(0.1, rng.uniform(0.1, 8.0)),
+        mishaps=tuple(sorted(mishaps, key=lambda mishap: mishap.at)),
+        weather=replace(scenario.weather, loss=0.0, late=0.0),
+        calm_at=70.0,
+    )
+
+
+def _goodbye(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Theme: a node says goodbye before anybody has been here for a whole liveness window."""
+    nodes = rng.randint(3, 6)
+    return replace(
+        scenario,
+        rules=replace(_slow_rules(scenario.rules, max_nodes=nodes), min_nodes=nodes - 1),
+        settings=replace(scenario.settings, work_seconds=float("inf"), workers_die=0.0),
+        arrivals=tuple(rng.uniform(0.0, 1.0) for _ in range(nodes)),
+        mishaps=(Mishap(rng.uniform(1.5, 8.0), "exit", pick=rng.random()),),
+        weather=replace(scenario.weather, loss=0.0, late=0.0),
+        calm_at=40.0,
+    )
+
+
+def _slow_rules(rules: Rules, max_nodes: int) -> Rules:
+    return replace(
+        rules,
+        min_nodes=1,
+        max_nodes=max_nodes,
+        last_call_seconds=0.2,
+        keep_alive_interval_seconds=5.0,
+        liveness_window_seconds=15.0,
+        restart_on_node_loss=True,
     )
 
 

@@ -197,15 +197,6 @@ def test_packing_begins_where_it_pays() -> None:
     assert len(large) < len(json.dumps(fields_of(large))) / 2
 
 
-def test_what_does_not_shrink_is_left_unpacked() -> None:
-    chance = random.Random(1)
-    characters = [chr(number) for number in range(33, 127) if chr(number) not in '"\\']
-    noise = "".join(chance.choice(characters) for _ in range(800))
-    packed = encode_entry(RosterEntry(Node("n", noise)))
-    plain_bytes = HEADER_BYTES + len(json.dumps(fields_of(packed), separators=(",", ":")))
-    assert len(packed) <= plain_bytes
-
-
 def test_the_largest_round_fits_well_under_a_megabyte() -> None:
     chance = random.Random(7)
     nodes = tuple(
