@@ -185,7 +185,9 @@ class Session:
         self.last_contact = now
 
     def lose_contact(self) -> None:
-        """What this node has not seen until now proves nothing any more."""
+        """What this node has not seen until now proves nothing any more, and what it has written
+        may be gone: it announces again."""
+        self.announced = False
         self.contact_since = None
         self.forget_listing()
         self.listed_key = None

@@ -18,17 +18,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-pytest.register_assert_rewrite(
-    "rdzv.conformance.store_kit",
-    "rdzv.conformance.store_value_cases",
-    "rdzv.conformance.store_wait_cases",
-)
-
-from rdzv.conformance.store_cases import CASES, Case, Connect  # noqa: E402 - after the rewrite
-from rdzv.round_store import RoundStore  # noqa: E402
-from rdzv.stores.base import Store, StoreClient, Unanswered  # noqa: E402
-from rdzv.stores.memory import MemoryClient, MemoryStore  # noqa: E402
-from rdzv.stores.sql import SqlStore  # noqa: E402
+from rdzv.conformance.store_cases import CASES, Case, Connect
+from rdzv.round_store import RoundStore
+from rdzv.stores.base import Store, StoreClient, Unanswered
+from rdzv.stores.memory import MemoryClient, MemoryStore
+from rdzv.stores.sql import SqlStore
 
 Factory = Callable[[Path], AbstractContextManager[Connect]]
 

@@ -14,21 +14,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-pytest.register_assert_rewrite(
-    "rdzv.conformance.store_kit",
-    "rdzv.conformance.store_value_cases",
-    "rdzv.conformance.store_wait_cases",
-)
+from rdzv.backends.sql import SqlOptions
+from rdzv.conformance.store_cases import CASES, Case
+from rdzv.conformance.store_kit import Background, in_threads, times_out
+from rdzv.errors import RendezvousSettingsError
+from rdzv.ports import Entry, Question
+from rdzv.stores.base import Unanswered
+from rdzv.stores.sql import SqlClient, SqlStore
 
-from rdzv.backends.sql import SqlOptions  # noqa: E402 - after the rewrite
-from rdzv.conformance.store_cases import CASES, Case  # noqa: E402
-from rdzv.conformance.store_kit import Background, in_threads, times_out  # noqa: E402
-from rdzv.errors import RendezvousSettingsError  # noqa: E402
-from rdzv.ports import Entry, Question  # noqa: E402
-from rdzv.stores.base import Unanswered  # noqa: E402
-from rdzv.stores.sql import SqlClient, SqlStore  # noqa: E402
-
-from .sqlite_space import SqliteSpace, raw, rows  # noqa: E402
+from .sqlite_space import SqliteSpace, raw, rows
 
 SHORT = timedelta(seconds=0.3)
 LONG = timedelta(seconds=60)

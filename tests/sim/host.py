@@ -54,7 +54,8 @@ class Host:
     def was_kept_alive(self) -> None:
         """The backend has performed what keeps this node's entry alive."""
         now = self.world.now
-        if now - self.alive_at > 0.9 * self.world.rules.liveness_window_seconds:
+        silent = now - self.alive_at
+        if self.alive_at >= 0.0 and silent > 0.9 * self.world.rules.liveness_window_seconds:
             self.returned_at = now
         self.alive_at = now
         self.undisturbed = not (self.cut or self.paused_until > now)
