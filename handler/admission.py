@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum
 
-from rdzv.machine import Observer, Rules, has_finished
+from rdzv.machine import Observer, Rules, has_finished, notice_age
 from rdzv.state import REPLACED_INCARNATIONS_MAX, Closing, Listing, State
 
 
@@ -56,14 +56,15 @@ def closing(state: State, listing: Listing, rules: Rules, reason: str) -> State:
     return replace(state, proposal=None, closed=Closing(reason, ended_well))
 
 
-def without(state: State, node_id: str) -> State | None:
-    """The document after a node has given up: its proposal dropped, or the node named lost; None
-    when the document does not name it."""
+def without(state: State, rules: Rules, me: Observer) -> State | None:
+    """The document after this node has given up: its proposal dropped, or the node named lost;
+    None when the document does not name it."""
     if state.closed is not None:
         return None
-    proposal = state.proposal
-    if proposal is not None and any(node.id == node_id for node in proposal.participants):
-        return replace(state, proposal=None)
-    if node_id in state.participant_ids and node_id not in state.lost:
-        return replace(state, lost=tuple(sorted({*state.lost, node_id})))
+    age, proposal = notice_age(state, rules, me), state.proposal
+    if proposal is not None and any(node.id == me.id for node in proposal.participants):
+        return replace(state, proposal=None, notice_age_seconds=age)
+    if me.id in state.participant_ids and me.id not in state.lost:
+        lost = tuple(sorted({*state.lost, me.id}))
+        return replace(state, lost=lost, notice_age_seconds=age)
     return None

@@ -99,6 +99,10 @@ class Notice:
     at_seconds: float = 0.0
 
 
+SILENCE_INTERVALS = 1.5
+"""A silence of so many keep-alive intervals breaks no contact, if the window is longer."""
+
+
 @dataclass
 class Session:
     """What one node knows. Owned by whoever runs its generators, one at a time.
@@ -177,8 +181,12 @@ class Session:
     def touch(self) -> None:
         """The backend has answered just now."""
         now = self.clock()
-        window = self.rules.liveness_window_seconds
-        if self.last_contact is not None and now - self.last_contact > window:
+        rules = self.rules
+        interval, window = rules.keep_alive_interval_seconds, rules.liveness_window_seconds
+        # What was silent to us may have been silent to others. An entry is up to one interval old
+        # when a silence begins, and is refreshed within one after its end.
+        longest = min(window, max(SILENCE_INTERVALS * interval, window - 2 * interval))
+        if self.last_contact is not None and now - self.last_contact > longest:
             self.lose_contact()
         if self.contact_since is None:
             self.contact_since = now

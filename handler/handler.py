@@ -113,6 +113,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._holds_round = False
         self._has_closed = False
         self._is_shut_down = False
+        self._adopted: list[Closable] = []
+
+    def adopt(self, resource: Closable) -> None:
+        """Let ``shutdown()`` close this too. A store of ours that is closed opens anew for whoever
+        still holds a round of it."""
+        self._adopted.append(resource)
 
     @property
     def settings(self) -> Settings:
@@ -208,6 +214,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._keep_alive.stop()
         if self._keep_alive.wait(1.0) and isinstance(self._backend, Closable):
             self._try("close the backend", self._backend.close)
+        for resource in self._adopted:
+            self._try("close the store", resource.close)
         return closed and left
 
     def _try(self, what: str, action: Callable[[], object]) -> bool:

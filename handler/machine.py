@@ -58,6 +58,7 @@ class Act(Enum):
     SWAP = "write Decision.state by compare-and-set"
     CONFIRM = "confirm the proposal in the own entry"
     RETRACT = "leave a proposal that was dropped"
+    LEAVE = "say that the current round was left"
     RETURN = "the round is final: return from the barrier"
     EXPELLED = "the run went on without this node: re-join"
     CLOSED = "the run is closed"
@@ -135,10 +136,8 @@ def is_ahead(entry: RosterEntry, state: State) -> bool:
     running = entry.running
     if running is None or entry.finished or running == state.proposal_id:
         return False
-    if running.incarnation in state.replaces:
-        return False
     if running.incarnation != state.incarnation:
-        return state.round == 0
+        return running.incarnation not in state.replaces
     if running.round == state.round:
         return running.nonce != state.nonce
     return running.round > state.round
@@ -235,7 +234,7 @@ def restored(state: State | None, mine: State | None, refill: str) -> State | No
     """
     if mine is None or not mine.round or mine.closed is not None:
         return None
-    if state is not None:
+    if state is not None and state.incarnation not in mine.replaces:
         if state.closed is not None or mine.incarnation in state.replaces:
             return None
         if state.incarnation == mine.incarnation:
@@ -291,6 +290,8 @@ def decide_waiting(
         return Decision(Act.RETURN, "the round is final")
     if running is not None and running != state.proposal_id:
         return Decision(Act.RETRACT, "the proposed round was dropped")
+    if state.rank_of(me.id) is not None and not has_left(me.entry, state):
+        return Decision(Act.LEAVE, "this node has left the round that the document has again")
     chosen = state.proposal.participants if state.proposal is not None else ()
     if running is None and any(node.id == me.id for node in chosen):
         return Decision(Act.CONFIRM, "this node was chosen")
@@ -298,7 +299,7 @@ def decide_waiting(
         if state.coordinator and me.coordinator_live:
             why = f"{me.live_count} nodes are here, and {state.coordinator} forms the round"
             return Decision(Act.WAIT, why)
-        claimed = replace(state, coordinator=me.id, notice_age_seconds=_age(state, rules, me))
+        claimed = replace(state, coordinator=me.id, notice_age_seconds=notice_age(state, rules, me))
         return Decision(Act.SWAP, "nobody forms the round", claimed)
     return _coordinate(state, listing, rules, me, now)
 
@@ -367,7 +368,7 @@ def _freeze(
         state,
         proposal=Proposal(me.nonce, ranked),
         lost=seen.lost,
-        notice_age_seconds=_age(state, rules, me),
+        notice_age_seconds=notice_age(state, rules, me),
     )
     why = f"{len(chosen)} nodes form round {state.round + 1}"
     return Decision(Act.SWAP, why, frozen, minimum_since_seconds=since)
@@ -379,7 +380,7 @@ def _complete(state: State, listing: Listing, seen: _Seen, rules: Rules, me: Obs
     assert proposal is not None
     assert proposal_id is not None
     since = me.minimum_since_seconds
-    dropped = replace(state, proposal=None, notice_age_seconds=_age(state, rules, me))
+    dropped = replace(state, proposal=None, notice_age_seconds=notice_age(state, rules, me))
     if seen.occupants:
         why = f"{seen.occupants[0]} still holds the last round"
         return Decision(Act.SWAP, why, dropped)
@@ -433,7 +434,7 @@ def _published(state: State, seen: _Seen, rules: Rules, me: Observer) -> State |
         former = set(state.participant_ids)
         waiting = tuple(entry for entry in waiting if entry.node.id in former)
     count = max(0, min(len(waiting), rules.max_nodes - len(seen.occupants)))
-    age = _age(state, rules, me)
+    age = notice_age(state, rules, me)
     too_late_to_retract = not count and age > rules.keep_alive_interval_seconds
     if (count > 0) == (state.waiting > 0) or too_late_to_retract:
         count = state.waiting
@@ -442,7 +443,7 @@ def _published(state: State, seen: _Seen, rules: Rules, me: Observer) -> State |
     return replace(state, waiting=count, lost=seen.lost, notice_age_seconds=age)
 
 
-def _age(state: State, rules: Rules, me: Observer) -> float:
+def notice_age(state: State, rules: Rules, me: Observer) -> float:
     """``notice_age_seconds`` for a document written now over ``state``."""
     return me.notice_age_seconds if reasons_to_rejoin(state, rules) else 0.0
 

@@ -103,10 +103,18 @@ def close(session: Session, reason: str, *, members_only: bool) -> Asking:
 def give_up(session: Session) -> Steps:
     """Leave the barrier for good: withdraw, and if this node was chosen meanwhile, void that."""
     session.announced = False
+    left = session.entry.running or session.entry.left
+    session.entry = replace(session.entry, left=left, running=None)
     yield Withdraw(session.id)
     for _ in range(steps.SWAP_ATTEMPTS_MAX):
         yield from steps.read(session)
-        voided = None if session.state is None else without(session.state, session.id)
+        if session.state is None:
+            return
+        if steps.is_undated(session, session.state):
+            yield from steps.beat(session)
+            if not session.was_read:
+                continue
+        voided = without(session.state, session.rules, steps.observer(session))
         if voided is None or (yield from steps.swap(session, voided)):
             return
 
@@ -174,6 +182,9 @@ def _act(session: Session, decision: Decision) -> JoinStep:
     elif decision.act is Act.RETRACT:
         running = session.entry.running
         yield from steps.announce(session, replace(session.entry, left=running, running=None))
+    elif decision.act is Act.LEAVE:
+        assert state is not None
+        yield from steps.announce(session, replace(session.entry, left=state.round_id))
     elif decision.act is Act.LIST:
         yield from steps.list_roster(session)
     elif decision.act is Act.ENDED_WELL:

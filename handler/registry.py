@@ -101,7 +101,10 @@ def create(params: RendezvousParameters, name: str | None = None) -> RendezvousH
     params = _resolved(params)
     backend, store = _open(params, name or params.backend)
     try:
-        return create_handler(store, backend, params)
+        handler = create_handler(store, backend, params)
+        if isinstance(store, Closable):
+            handler.adopt(store)
+        return handler
     except BaseException:
         for opened in (backend, store):
             if isinstance(opened, Closable):

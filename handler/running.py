@@ -71,23 +71,13 @@ def _keep_alive_step(session: Session) -> Steps:
             yield from steps.beat(session)
         elif not session.announced:
             yield from steps.announce(session, session.entry)
+        elif steps.is_undated(session, state):
+            yield from steps.beat(session)
         elif session.listing is None and _should_list(session, state):
             yield from steps.list_roster(session)
-        elif _is_undated(session, state):
-            yield from steps.beat(session)
         else:
             break
     _set_notice(session)
-
-
-def _is_undated(session: Session, state: State) -> bool:
-    """Whether a reason to re-join is published and no pulse has told its age yet."""
-    pulse = session.pulse
-    return (
-        reasons_to_rejoin(state, session.rules) > 0
-        and pulse is not None
-        and pulse.token != session.token
-    )
 
 
 def _end_beats(session: Session) -> Steps:

@@ -187,6 +187,16 @@ def _date_change(session: Session) -> None:
     session.changed_at = written_at - state.notice_age_seconds
 
 
+def is_undated(session: Session, state: State) -> bool:
+    """Whether a reason to re-join is published and no pulse has told its age yet."""
+    pulse = session.pulse
+    return (
+        reasons_to_rejoin(state, session.rules) > 0
+        and pulse is not None
+        and pulse.token != session.token
+    )
+
+
 def question_of(session: Session) -> Question:
     state = session.state
     peer = "" if state is None or state.coordinator == session.id else state.coordinator

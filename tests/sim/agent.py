@@ -37,6 +37,8 @@ class JobSettings:
     """How long a round has to work in one piece until the job is done."""
     workers_die: float = 0.5
     """Probability that workers die when a peer's have stopped, instead of hanging."""
+    fails_at_the_end: float = 0.0
+    """Probability that workers fail when those of their peers have just succeeded."""
 
 
 @dataclass(slots=True)
@@ -109,9 +111,11 @@ class Job:
         if this.whole_at is None or this.stopped:
             return
         for name in sorted(this.running):
-            agent, round_id = self.agents[name], this.final.round_id
-            seconds = self.world.rng.uniform(0.0, 1.5)
-            agent.host.after(seconds, functools.partial(agent.workers_succeed, round_id))
+            agent, rng = self.agents[name], self.world.rng
+            fails = rng.random() < self.settings.fails_at_the_end
+            end = agent.workers_fail if fails else agent.workers_succeed
+            seconds = rng.uniform(0.0, 1.5)
+            agent.host.after(seconds, functools.partial(end, this.final.round_id))
 
     def succeeded(self, agent: Agent) -> None:
         """An agent's workers have done their work."""
@@ -309,6 +313,7 @@ class Agent:
             return
         self.world.note(self.name, lambda: "SIGTERM")
         self.world.tell("on_exit", self)
+        self._leave_barrier()
         self.job.stopped(self)
         self.host.drop_steps()
         self.phase = "leaving"
@@ -318,10 +323,15 @@ class Agent:
 
         self.host.perform(steps, lambda *_: self._end())
 
+    def _leave_barrier(self) -> None:
+        if self.phase == "joining":
+            self.left_barrier_at = self.world.now
+
     def crash(self) -> None:
         """The machine vanishes."""
         self.world.note(self.name, lambda: "CRASH")
         self.world.tell("on_crash", self)
+        self._leave_barrier()
         self.host.die()
         self.job.stopped(self)
 

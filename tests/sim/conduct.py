@@ -213,6 +213,9 @@ class Costs:
         if self.attempts[host.name] > ATTEMPTS_MAX_PER_ROUND:
             raise Violation("10 cost", f"{host.name} tried to write too often")
 
+    def on_data_lost(self) -> None:
+        self.told_at.clear()
+
     def on_announce(self, host: Host, *_: object) -> None:
         self.changed_at = self.world.now
 
@@ -241,7 +244,9 @@ class Costs:
         peer = self.job.agents.get(before.coordinator)
         if peer is None or peer.phase != "joining" or host.is_late:
             return
-        if in_contact(self.world, peer.host) and not self.world.recently_troubled():
+        is_new = peer.host.arrived_at > self.world.now - 5.0
+        is_here = in_contact(self.world, peer.host) and not is_new
+        if is_here and not self.world.recently_troubled():
             raise Violation("10 cost", f"{host.name} took over from {peer.name}, which was here")
 
     def _check_that_reasons_stand(self, host: Host, before: State, after: State) -> None:

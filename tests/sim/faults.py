@@ -60,7 +60,7 @@ def token_ignored() -> Any:
 def wall_clock_compared() -> Any:
     """Entries carry the time of their last beat, and readers compare it with their own."""
     stamps: dict[str, float] = {}
-    beat, announce, list_ = steps.beat, steps.announce, steps.list_roster
+    beat, announce, list_roster = steps.beat, steps.announce, steps.list_roster
 
     def wall_clock(session: Session) -> float:
         host: Host = session.clock.__self__  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def wall_clock_compared() -> Any:
         return perform
 
     def judge(session: Session) -> Any:
-        yield from list_(session)
+        yield from list_roster(session)
         if session.listing is not None:
             oldest = wall_clock(session) - session.rules.liveness_window_seconds
             present = tuple(
@@ -170,10 +170,10 @@ def _close_and_leave(session: Session) -> Any:
 @fault
 def tombstone_ignored() -> Any:
     """Who has said goodbye is waited for as if it had vanished."""
-    list_ = steps.list_roster
+    list_roster = steps.list_roster
 
     def forget(session: Session) -> Any:
-        yield from list_(session)
+        yield from list_roster(session)
         if session.listing is not None:
             session.listing = replace(session.listing, withdrawn=frozenset())
 

@@ -38,6 +38,8 @@ class Host:
     """When a request was last performed that left the entry alive."""
     returned_at: float = -1e9
     """When it was last heard of after a silence in which others may have taken it for dead."""
+    arrived_at: float = -1e9
+    """When its entry came into the roster."""
     undisturbed: bool = True
     """Whether nothing but the backend itself has kept it from asking since then."""
     is_late: bool = False
@@ -57,6 +59,8 @@ class Host:
         silent = now - self.alive_at
         if self.alive_at >= 0.0 and silent > 0.9 * self.world.rules.liveness_window_seconds:
             self.returned_at = now
+        if not 0.0 <= silent <= self.world.rules.liveness_window_seconds:
+            self.arrived_at = now
         self.alive_at = now
         self.undisturbed = not (self.cut or self.paused_until > now)
 

@@ -20,7 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sim import faults
-from sim.scenarios import draw, run_seed
+from sim.scenarios import draw
+from sim.story import run_seed
 
 
 def try_seed(seed: int, fault: str = "") -> tuple[int, str]:
