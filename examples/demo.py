@@ -270,7 +270,7 @@ def main() -> int:
     job = None
     try:
         with choose_view() as view:
-            view.event(f"logs are in {folder}")
+            view.event(f"logs are in {folder} (kept after a success with --keep-logs)")
             job = Job(folder, arguments.rdzv_backend, endpoint, view)
             summary = run(job)
     except DemoError as error:

@@ -189,7 +189,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """See base class. Raises ``RendezvousConnectionError`` or ``RendezvousTimeoutError`` when
         the backend cannot be told within ``close_timeout``."""
-        self._close(f"set_closed() on {self._node.address}", members_only=False)
+        self._close(f"set_closed() on {self._node.id}", members_only=False)
 
     def shutdown(self) -> bool:
         """See base class. Closes the run if this node is in its current round or has finished it;
@@ -201,7 +201,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         deadline = time.monotonic() + self._settings.close_timeout_seconds
         closed = not self._holds_round or self._try(
             "close the run",
-            lambda: self._close(f"shutdown on {self._node.address}", members_only=True),
+            lambda: self._close(f"shutdown on {self._node.id}", members_only=True),
         )
         left = self._try(
             "take this node out",

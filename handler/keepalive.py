@@ -64,6 +64,7 @@ class KeepAlive:
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._running = False
         self._healthy = True
+        self._noticed = False
         self._stopped = False
         self.fatal: RendezvousError | None = None
         """What ended the outage budget; None as long as it is not spent."""
@@ -154,7 +155,7 @@ class KeepAlive:
             return
         if order.kind is _Kind.JOIN:
             self.fatal = None
-            self._running = True
+            self._running, self._noticed = True, False
         order.future.set_result(result)
 
     def _beat(self) -> None:
@@ -175,6 +176,22 @@ class KeepAlive:
             logger.exception("%s: the keep-alive failed and goes on", self._name)
             session.next_beat = session.clock() + session.rules.keep_alive_interval_seconds
         self._tell_health()
+        self._tell_notice()
+
+    def _tell_notice(self) -> None:
+        """Why the workers will be stopped: torchrun itself does not say."""
+        session = self._session
+        known, self._noticed = self._noticed, session.notice.count > 0
+        if known or not self._noticed:
+            return
+        state = session.state
+        if session.overtaken or state is None:
+            why = session.why
+        elif state.waiting:
+            why = f"{state.waiting} more can join"
+        else:
+            why = f"{', '.join(state.lost)} is lost"
+        logger.warning("%s: %s; the workers will start again in a new round", self._name, why)
 
     def _tell_health(self) -> None:
         session = self._session

@@ -233,7 +233,8 @@ def _arrive(session: Session) -> Asking:
     if admission is Admission.REFUSED:
         raise RendezvousClosedError(
             f"The run was closed ({state.closed.reason}). Its run id can be used again in "
-            f"{max(0.1, grace - (age or 0.0)):.1f} s; to start at once, choose another --rdzv-id."
+            f"{max(0.1, grace - (age or 0.0)):.1f} s; to start at once, choose "
+            "another --rdzv-id or a shorter closed_grace."
         )
     if admission is Admission.REPLACE:
         session.closed_seen_at = None

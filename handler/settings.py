@@ -70,6 +70,7 @@ OPTIONS = frozenset(_DURATIONS_SECONDS) | {
     *("create_tables", "allow_network_filesystem"),
 }
 """The names that ``--rdzv-conf`` knows, whatever the backend."""
+TORCHRUN_DEFAULT_RUN_ID = "none"
 _NOT_THE_USERS = frozenset({"timeout"})
 """torchrun always adds ``timeout=900``: nobody's choice, used by nothing of ours."""
 
@@ -454,6 +455,11 @@ def _doubts(settings: Settings) -> Iterator[str]:
         yield (
             f"join_timeout={join:g} is too short for a node that joins a running job: the others "
             f"let it in after up to {2 * interval + 1:g} s. Give a longer join_timeout."
+        )
+    if settings.run_id == TORCHRUN_DEFAULT_RUN_ID:
+        yield (
+            "No --rdzv-id was given: every job on this endpoint without one is the same run. Give "
+            "each job an id of its own."
         )
     if settings.keep_alive_max_attempt == 1:
         yield (

@@ -217,10 +217,7 @@ class SqliteDialect(Dialect):
             if self._path.exists() and self._is_made(tables, deadline):
                 return
             if not self._options.create_tables:
-                raise RendezvousSettingsError(
-                    f"{self._path} has no tables of rdzv with table_prefix="
-                    f"{self._options.table_prefix}, and create_tables=false"
-                )
+                raise RendezvousSettingsError(self._missing())
             with files.directory_lock(self._path.parent, deadline):
                 self._make(tables, deadline)
         except sa.exc.DatabaseError as error:
@@ -269,6 +266,16 @@ class SqliteDialect(Dialect):
 
     def engine(self) -> sa.Engine:
         return _sqlite_engine(self._open, self._options.read_timeout_seconds)
+
+    def _missing(self) -> str:
+        if not self._path.exists():
+            return (
+                f"there is no file {self._path}, so no job has used this endpoint: check the path"
+            )
+        return (
+            f"{self._path} has no tables of rdzv with table_prefix={self._options.table_prefix}: "
+            "check the path, or have the tables made by create_tables=true"
+        )
 
     def is_replaced(self) -> bool:
         expected = self._identity

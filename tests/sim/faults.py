@@ -7,12 +7,12 @@ that somebody could make, has made in a sketch of this protocol, or made while i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from sim.host import Host
+from sim.planting import always, fault
 
 from rdzv import admission, machine, protocol, running, steps
 from rdzv.backends.memory import MemoryBackend
@@ -21,27 +21,6 @@ from rdzv.ranks import assign_ranks
 from rdzv.state import Listing, Node, Present, RosterEntry, State
 
 WALL_CLOCK_ERROR_SECONDS = 40.0
-FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
-"""Every fault by its name."""
-
-Fault = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-@contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
-    """While inside, the product has that fault; "" plants none."""
-    with FAULTS[name]() if name else contextlib.nullcontext():
-        yield
-
-
-def fault(plant: Fault) -> Fault:
-    """Enter a fault into the list under its function's name."""
-    FAULTS[plant.__name__.replace("_", "-")] = plant
-    return plant
-
-
-def _always(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
 
 
 @fault
@@ -90,13 +69,13 @@ def wall_clock_compared() -> Any:
 @fault
 def occupant_rule_skipped() -> Any:
     """A round is formed although somebody still holds the last one."""
-    return patch.object(machine, "is_occupant", _always(False))
+    return patch.object(machine, "is_occupant", always(False))
 
 
 @fault
 def eviction_after_an_outage() -> Any:
     """What was watched before an outage still counts after it."""
-    return patch.object(Session, "lose_contact", _always(None))
+    return patch.object(Session, "lose_contact", always(None))
 
 
 @fault
@@ -137,7 +116,7 @@ def nonce_left_out_of_left() -> Any:
 @fault
 def ahead_rule_skipped() -> Any:
     """A node that runs a round unknown to the document stops nobody."""
-    return patch.object(machine, "is_ahead", _always(False))
+    return patch.object(machine, "is_ahead", always(False))
 
 
 @fault
@@ -159,7 +138,7 @@ def running_nodes_are_drafted() -> Any:
 def closing_by_anybody() -> Any:
     """A node that never got in closes the run when it gives up."""
     return patch.multiple(
-        protocol, _is_member=_always(True), give_up=lambda session: _close_and_leave(session)
+        protocol, _is_member=always(True), give_up=lambda session: _close_and_leave(session)
     )
 
 
@@ -195,7 +174,7 @@ def notice_without_a_common_age() -> Any:
 @fault
 def nothing_is_put_back() -> Any:
     """A backend that came back empty stays so."""
-    return patch.object(steps, "restored", _always(None))
+    return patch.object(steps, "restored", always(None))
 
 
 @fault
@@ -272,7 +251,7 @@ def grace_of_a_closed_run_ignored() -> Any:
 @fault
 def spares_time_out() -> Any:
     """A spare of a full run has a deadline like everybody else."""
-    return patch.object(protocol, "is_parked", _always(False))
+    return patch.object(protocol, "is_parked", always(False))
 
 
 @fault
@@ -337,4 +316,4 @@ def own_absence_is_not_noticed() -> Any:
 @fault
 def expelled_nodes_are_not_told() -> Any:
     """A node that the run has passed over goes on with its old round."""
-    return patch.object(machine, "expels", _always(False))
+    return patch.object(machine, "expels", always(False))

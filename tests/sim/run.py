@@ -19,14 +19,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sim import faults
+from sim import faults, mistakes, planting
 from sim.scenarios import draw
 from sim.story import run_seed
+
+CATALOGUES = (faults, mistakes)
+"""Where faults are; to import one enters its faults into ``planting.FAULTS``."""
 
 
 def try_seed(seed: int, fault: str = "") -> tuple[int, str]:
     """The seed and what was violated; "" if nothing was."""
-    with faults.planted(fault):
+    with planting.planted(fault):
         try:
             violation, _ = run_seed(seed)
         except Exception:
@@ -52,7 +55,7 @@ def run_seeds(seeds: range, fault: str = "") -> Iterator[tuple[int, str]]:
 def show(seed: int, fault: str) -> int:
     """One seed, with its trace."""
     print(draw(seed))
-    with faults.planted(fault):
+    with planting.planted(fault):
         violation, run = run_seed(seed, trace=True)
     print("\n".join(run.world.trace or []))
     print(violation or "no violation")
@@ -65,7 +68,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the first one")
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--trace", action="store_true", help="show what happens, with --seed")
-    parser.add_argument("--fault", default="", choices=["", *sorted(faults.FAULTS)])
+    parser.add_argument("--fault", default="", choices=["", *sorted(planting.FAULTS)])
     parser.add_argument("--keep-going", action="store_true", help="show every seed that fails")
     options = parser.parse_args()
     if options.seed is not None and options.trace:

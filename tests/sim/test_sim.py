@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 import pytest
-from sim import faults
+from sim import planting
 from sim.run import run_seeds, try_seed
 from sim.scenarios import draw
 
@@ -47,7 +47,7 @@ def test_many_seeds() -> None:
 
 
 def test_every_planted_fault_has_a_seed() -> None:
-    assert {name for name, _, _ in kept("caught.txt")} == set(faults.FAULTS)
+    assert {name for name, _, _ in kept("caught.txt")} == set(planting.FAULTS)
 
 
 @pytest.mark.parametrize(("fault", "seed", "fingerprint"), kept("caught.txt"))

@@ -16,10 +16,13 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.run import get_args_parser
 
+from rdzv.backends.sql import SqlBackend
 from rdzv.cli import main as rdzv_command
+from rdzv.codec import encode_state
 from rdzv.ranks import RANK_ORDERS
 from rdzv.registry import known_backends
 from rdzv.settings import OPTIONS, Settings
+from rdzv.state import State
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_OURS = ("build", "dist")
@@ -221,6 +224,7 @@ def test_backends_that_are_named_exist() -> None:
 def test_rdzv_commands_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     codes = [code for page in PAGES for code in page.inline_code() if code.startswith("rdzv ")]
     assert {"rdzv check", "rdzv state"} <= {" ".join(code.split()[:2]) for code in codes}
+    SqlBackend(str(tmp_path / "rdzv.db"), "job1").set_state(encode_state(State("i")), None)
     for code in set(codes):
         words = shlex.split(code.replace("/tmp", str(tmp_path)))[1:]
         if len(words) > 1:

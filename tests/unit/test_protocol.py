@@ -300,7 +300,7 @@ def test_giving_up_names_the_node_lost_in_its_round_and_repeats_a_lost_race() ->
     world.put(replace(world.state, waiting=1))
     while second.advance():
         pass
-    assert second.kinds[-4:] == ["Read", "Swap", "Read", "Swap"]
+    assert second.kinds[-5:] == ["Read", "Swap", "Read", "Beat", "Swap"]
     assert (world.state.lost, world.state.waiting) == (("b",), 1)
     assert first.error is None
 
