@@ -26,6 +26,8 @@ from rdzv.round_store import RoundStore
 
 SERVER_START_SECONDS = 30.0
 SLICE_SECONDS = 0.5
+PATIENCE_SECONDS = 2 * SERVER_START_SECONDS
+"""Rank 0 has published by then, or what it published was lost with the backend's data."""
 RETRY_SECONDS = 0.2
 
 
@@ -86,18 +88,34 @@ def bootstrap(
 ) -> RendezvousStoreInfo:
     """The bootstrap address of a round: published by rank 0 (which has ``server``), read by all.
 
-    ``broken`` tells why nobody will publish it any more, or "". Raises :class:`BootstrapLost` then,
-    and ``RendezvousTimeoutError`` at ``deadline`` (``time.monotonic``).
+    No exchange with the store lasts longer than is left. ``broken`` tells why nobody will publish
+    it any more, or "". Raises :class:`BootstrapLost` then, or when rank 0 has not published within
+    ``PATIENCE_SECONDS``, and ``RendezvousTimeoutError`` at ``deadline`` (``time.monotonic``).
     """
+    usual_timeout = store.timeout
+    try:
+        return _bootstrap(store, server, deadline, broken)
+    finally:
+        store.set_timeout(usual_timeout)
+
+
+def _bootstrap(
+    store: RoundStore,
+    server: BootstrapServer | None,
+    deadline: float,
+    broken: Callable[[], str],
+) -> RendezvousStoreInfo:
+    patient_until = time.monotonic() + PATIENCE_SECONDS
     keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
     trouble = ""
     while True:
+        left = timedelta(seconds=max(0.001, min(SLICE_SECONDS, deadline - time.monotonic())))
+        store.set_timeout(left)
         try:
             if server is not None:
                 store.multi_set(keys, [server.address, str(server.port)])
                 return RendezvousStoreInfo(server.address, server.port)
-            left = max(0.001, min(SLICE_SECONDS, deadline - time.monotonic()))
-            store.wait(keys, timedelta(seconds=left))
+            store.wait(keys, left)
             address, port = store.multi_get(keys)
             return RendezvousStoreInfo(address.decode(), int(port))
         except dist.DistNetworkError as error:
@@ -112,6 +130,10 @@ def bootstrap(
             raise RendezvousTimeoutError(
                 "The round is complete, but rank 0 did not publish the address of its TCPStore "
                 f"server in time{trouble}."
+            )
+        if time.monotonic() >= patient_until and server is None:
+            raise BootstrapLost(
+                f"rank 0 did not publish its address within {PATIENCE_SECONDS:.0f} s{trouble}"
             )
 
 

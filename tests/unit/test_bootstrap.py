@@ -160,3 +160,19 @@ def test_a_store_that_cannot_be_reached_is_asked_again_until_the_deadline(
     store.failures = 1_000_000
     with pytest.raises(RendezvousTimeoutError, match="as the test wanted"):
         bootstrap(store, own, time.monotonic() + 0.1, stands)
+
+
+def test_a_rank_0_that_never_publishes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rdzv.bootstrap.PATIENCE_SECONDS", 0.1)
+    with pytest.raises(BootstrapLost, match="did not publish"):
+        bootstrap(round_store(MemoryClient()), None, soon(), stands)
+
+
+def test_the_store_keeps_its_timeout_and_is_asked_within_the_deadline() -> None:
+    store = round_store(MemoryClient())
+    usual, asked = store.timeout, []
+    with pytest.raises(RendezvousTimeoutError):
+        bootstrap(store, None, time.monotonic() + 0.2, lambda: asked.append(store.timeout) or "")
+    assert asked
+    assert all(timeout.total_seconds() <= 0.5 for timeout in asked)
+    assert store.timeout == usual
