@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from rdzv.ports import Closable, Namespaced
 from rdzv.torch_store import (
@@ -136,6 +137,8 @@ class RoundStore(TorchStore):
         if key_text(key) == EXIT_BARRIER_COUNTER:
             try:
                 self._on_exit_barrier()
+            except SignalException:
+                raise
             except Exception:
                 _log.warning("could not note that this node has finished", exc_info=True)
         total: int = self._within_timeout().add(key, amount)

@@ -20,6 +20,8 @@ from rdzv.state import RoundId, State
 NOTICE_TOLERANCE_SECONDS = 0.05
 ATTEMPTS_MAX_PER_ROUND = 25
 """Of one node, lost races and takeovers included."""
+WAITS_MAX = 300
+"""Of one node between two checks."""
 DATED = ("push", "poll")
 """The kinds of backends that know the age of the document."""
 
@@ -30,6 +32,13 @@ class Notices:
     def __init__(self, world: World, job: Job) -> None:
         self.world, self.job = world, job
         self.positive: dict[str, bool] = {}
+        self.rounds: list[RoundId] = []
+        self.lost: set[tuple[RoundId | None, str]] = set()
+
+    def on_write(self, host: Host, before: State | None, after: State) -> None:
+        if after.round_id is not None and after.round_id not in self.rounds:
+            self.rounds.append(after.round_id)
+        self.lost |= {(after.round_id, node_id) for node_id in after.lost}
 
     def on_join(self, agent: Agent) -> None:
         self.positive[agent.name] = False
@@ -38,6 +47,12 @@ class Notices:
         session = agent.session
         if session.run_closed and session.notice.count:
             raise Violation("7 run id again", f"{agent.name} is disturbed in a closed run")
+        is_newest = agent.round_id == self.rounds[-1]
+        if session.overtaken and is_newest and (agent.round_id, agent.name) not in self.lost:
+            raise Violation(
+                "5 running workers outlive the backend",
+                f"{agent.name} is expelled, and {agent.round_id} is the newest round",
+            )
         if not session.notice.count:
             self.positive[agent.name] = False
             return
@@ -207,6 +222,7 @@ class Costs:
         self.told_at: dict[RoundId | None, float] = {}
         self.changed_at = 0.0
         self.requests: dict[str, tuple[float, int]] = {}
+        self.waits: dict[str, int] = {}
 
     def on_attempt(self, host: Host, swapped: bool) -> None:
         self.attempts[host.name] += 1
@@ -264,7 +280,12 @@ class Costs:
                 raise Violation("11 agents hear together", f"taken back after {age:.1f} s")
 
     def check_now(self) -> None:
-        """When nothing has changed for long, everybody only beats."""
+        """When nothing has changed for long, everybody only beats. Nobody ever spins."""
+        for agent in self.job.live_agents():
+            waits = agent.host.waits - self.waits.get(agent.name, 0)
+            self.waits[agent.name] = agent.host.waits
+            if waits > WAITS_MAX:
+                raise Violation("10 cost", f"{agent.name} waits in a loop: {waits} times")
         world, window = self.world, self.world.rules.liveness_window_seconds
         quiet = world.now - max(world.disturbed_at, self.changed_at) > 3.0 * window
         if not quiet or world.kind == "bare" or world.weather.loss or world.weather.late:

@@ -46,6 +46,7 @@ class Host:
     """Whether the request of this node in hand is one that its sender has given up."""
     requests: int = 0
     """Sent so far, those that only wait for a change left out."""
+    waits: int = 0
     _jobs: deque[tuple[Callable[[], Generator[Effect, Any, Any]], Callable[..., None]]] = field(
         default_factory=deque
     )
@@ -148,6 +149,7 @@ class Host:
             self.after(effect.seconds, lambda: self.answer_now(pending, None))
             return
         if isinstance(effect, Wait):
+            self.waits += 1
             self.after(effect.timeout_seconds, lambda: self._wait_ends(pending))
         else:
             self.requests += 1

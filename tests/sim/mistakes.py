@@ -119,17 +119,6 @@ def early_end_of_a_wait_is_ignored() -> Any:
     return patch.object(protocol, "_wait", wait)
 
 
-@fault
-def leaving_is_not_said() -> Any:
-    """A node that gives up only stops to beat."""
-
-    def give_up(session: Session) -> Any:
-        session.entry = replace(session.entry, running=None)
-        yield from steps.read(session)
-
-    return patch.object(agent, "give_up", give_up)
-
-
 @contextlib.contextmanager
 def _both(*plants: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:

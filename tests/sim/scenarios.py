@@ -102,7 +102,7 @@ def _draw_mishaps(rng: random.Random, rules: Rules, calm_at: float) -> tuple[Mis
     kinds = ["crash", "exit", "pause", "cut", "arrive", "workers fail", "outage"]
     weights = [3, 1, 3, 2, 3, 2, 1]
     rare = {
-        "wipe": 0.3, "restart": 0.3, "older copy": 0.2, "close": 0.03, "fail for good": 0.03,
+        "wipe": 0.25, "flush": 0.1, "restart": 0.3, "older copy": 0.2, "close": 0.03, "fail for good": 0.03,
         "reuse": 0.1,
     }  # fmt: skip
     mishaps = []
@@ -152,13 +152,20 @@ def _goodbye(scenario: Scenario, rng: random.Random) -> Scenario:
 
 
 def _wiped_early(scenario: Scenario, rng: random.Random) -> Scenario:
-    """Theme: data is lost again and again while the first rounds are formed."""
-    wipes = [Mishap(rng.uniform(0.3, 6.0), "wipe", rng.uniform(0.1, 3.0), rng.random())]
-    wipes += [_mishap(rng, rng.choice(["wipe", "workers fail"]), 1.0, 20.0) for _ in range(3)]
+    """Theme: data is lost again and again while the first rounds are formed and little known."""
+    wipes = [Mishap(rng.uniform(0.3, 1.5), "wipe", 0.5, rng.random()) for _ in range(2)]
+    wipes += [
+        _mishap(rng, rng.choice(["wipe", "flush", "workers fail"]), 1.0, 20.0) for _ in range(2)
+    ]
+    rules = replace(scenario.rules, last_call_seconds=0.0)
+    if rng.random() < 0.5:
+        rules = replace(rules, min_nodes=2, max_nodes=2)
     return replace(
         scenario,
-        arrivals=tuple(rng.uniform(0.0, 3.0) for _ in scenario.arrivals),
+        rules=rules,
+        arrivals=tuple(rng.uniform(0.0, 0.5) for _ in scenario.arrivals),
         mishaps=tuple(sorted(wipes, key=lambda mishap: mishap.at)),
+        kind=rng.choice(["poll", "push"]),
         calm_at=30.0,
     )
 
@@ -187,7 +194,7 @@ def _used_again(scenario: Scenario, rng: random.Random) -> Scenario:
     mishaps += [Mishap(again, "reuse"), Mishap(again + 4.0 * rng.random(), "arrive")]
     mishaps += [_mishap(rng, "workers fail", interval, 60.0) for _ in range(4)]
     if rng.random() < 0.5:
-        mishaps.append(Mishap(rng.uniform(3.0, 7.0), "older copy"))
+        mishaps.append(Mishap(rng.uniform(3.0, 10.0), "older copy"))
     return replace(
         scenario,
         rules=replace(scenario.rules, min_nodes=1, last_call_seconds=0.5, closed_grace_seconds=5.0),

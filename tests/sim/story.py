@@ -99,6 +99,8 @@ class Run:
             world.go_down()
             world.wipe()
             world.after(mishap.seconds * mishap.pick, world.go_up)
+        elif what == "flush":
+            world.wipe()
         elif what == "older copy":
             self.copy = world.take_copy()
         elif what == "arrive":

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.utils import store as store_util
 
 from rdzv.conformance.store_kit import LONG, Background
@@ -323,3 +324,12 @@ def test_a_base_that_cannot_be_cloned_for_want_of_a_server_says_so() -> None:
 
     with pytest.raises(dist.DistNetworkError, match="refused"):
         round_store(Unreachable())
+
+
+def test_a_signal_that_comes_while_the_node_tells_that_it_has_finished_is_not_swallowed() -> None:
+    def interrupted() -> None:
+        raise SignalException("SIGTERM", signal.SIGTERM)
+
+    store = RoundStore(MemoryStore(), "round", on_exit_barrier=interrupted)
+    with pytest.raises(SignalException):
+        store.add("torchelastic/agent/terminal_state/num_members", 1)
