@@ -102,8 +102,8 @@ def _draw_mishaps(rng: random.Random, rules: Rules, calm_at: float) -> tuple[Mis
     kinds = ["crash", "exit", "pause", "cut", "arrive", "workers fail", "outage"]
     weights = [3, 1, 3, 2, 3, 2, 1]
     rare = {
-        "wipe": 0.25, "flush": 0.1, "restart": 0.3, "older copy": 0.2, "close": 0.03, "fail for good": 0.03,
-        "reuse": 0.1,
+        "wipe": 0.25, "flush": 0.1, "restart": 0.3, "older copy": 0.2, "close": 0.03,
+        "fail for good": 0.03, "reuse": 0.1,
     }  # fmt: skip
     mishaps = []
     for _ in range(rng.choice([0, 1, 2, 3, 5, 8])):
