@@ -270,7 +270,8 @@ class SqliteDialect(Dialect):
     def _missing(self) -> str:
         if not self._path.exists():
             return (
-                f"there is no file {self._path}, so no job has used this endpoint: check the path"
+                f"there is no file {self._path}, and create_tables=false: no job has used this "
+                "endpoint yet, or the path is wrong"
             )
         return (
             f"{self._path} has no tables of rdzv with table_prefix={self._options.table_prefix}: "

@@ -310,8 +310,8 @@ def a_thousand_keys_go_at_once(connect: Connect) -> None:
     store, peer = connect(), connect()
     keys = [f"torchelastic/role_info/{number}" for number in range(1000)]
     store.multi_set(keys, [str(number) for number in range(1000)])
-    assert peer.check(keys)
     peer.wait(keys, LONG)
+    assert peer.check(keys)
     assert peer.multi_get(keys) == [str(number).encode() for number in range(1000)]
 
 
