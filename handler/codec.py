@@ -78,6 +78,7 @@ def encode_entry(entry: RosterEntry) -> bytes:
         "t": entry.topology,
         "l": _round_out(entry.left),
         "r": _round_out(entry.running),
+        "s": entry.settled,
         "f": entry.finished,
     }
     return _encode(b"E", entry.check, fields, ENTRY_BYTES_MAX)
@@ -169,7 +170,7 @@ def _state_in(fields: dict[str, Any]) -> State:
 
 
 def _entry_in(fields: dict[str, Any]) -> RosterEntry:
-    _expect_keys(fields, "nhtlrf")
+    _expect_keys(fields, "nhtlrsf")
     hint = fields["h"]
     entry = RosterEntry(
         node=_nodes_in([fields["n"]])[0],
@@ -177,6 +178,7 @@ def _entry_in(fields: dict[str, Any]) -> RosterEntry:
         topology=_text(fields["t"]),
         left=_round_in(fields["l"]),
         running=_round_in(fields["r"]),
+        settled=_truth(fields["s"]),
         finished=_truth(fields["f"]),
     )
     entry.check()

@@ -138,6 +138,8 @@ class Session:
     next_beat: float = 0.0
     entered: bool = False
     """Admitted to the barrier or a round of this incarnation."""
+    settles_at: float = float("inf")
+    """When a newcomer will have waited for a whole keep-alive interval."""
     announced: bool = False
     """Whether the entry is in the roster, as far as this node knows."""
     doubt_until: float = 0.0

@@ -13,6 +13,9 @@ done already, or still right, or no longer possible.
 * While an occupant exists no round is formed: its workers may be running.
 * While somebody is *ahead* (runs a round that the document does not know) no round is formed: the
   document is an older one, and that node is about to put its own back.
+* Once there is a round, a *newcomer* (a node that has left none) counts for the next one only
+  when it has *settled*, kept itself alive for a keep-alive interval: one that dies as it starts,
+  again and again, must not stop the workers of the others or spoil their proposals.
 * A round is *frozen* (a proposal under a new nonce), confirmed by each participant in its own
   entry, and made *final* by one compare-and-set; only then does anybody return from the barrier.
   A proposal that cannot be completed any more is dropped by compare-and-set; one of the two wins.
@@ -131,6 +134,11 @@ def is_occupant(node_id: str, state: State, listing: Listing, rules: Rules) -> b
     return not has_left(entry, state) and not has_finished(entry, state)
 
 
+def has_settled(entry: RosterEntry, state: State) -> bool:
+    """Whether a node that waits counts for the next round."""
+    return not state.round or entry.settled or entry.left is not None
+
+
 def is_ahead(entry: RosterEntry, state: State) -> bool:
     """Whether the node runs a round that the document does not know yet."""
     running = entry.running
@@ -184,6 +192,7 @@ def _see(state: State, listing: Listing, rules: Rules) -> _Seen:
         and not present.entry.finished
         and present.entry.node.id not in held
         and present.proven
+        and has_settled(present.entry, state)
     )
     return _Seen(
         occupants=tuple(occupants),
@@ -299,6 +308,8 @@ def decide_waiting(
         if state.coordinator and me.coordinator_live:
             why = f"{me.live_count} nodes are here, and {state.coordinator} forms the round"
             return Decision(Act.WAIT, why)
+        if not has_settled(me.entry, state):
+            return Decision(Act.WAIT, "this node has yet to show that it stays")
         claimed = replace(state, coordinator=me.id, notice_age_seconds=notice_age(state, rules, me))
         return Decision(Act.SWAP, "nobody forms the round", claimed)
     return _coordinate(state, listing, rules, me, now)

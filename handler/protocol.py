@@ -33,7 +33,7 @@ from rdzv.errors import (
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
-from rdzv.machine import Act, Decision, decide_waiting, is_bygone, is_parked
+from rdzv.machine import Act, Decision, decide_waiting, has_settled, is_bygone, is_parked
 from rdzv.state import Closing, Listing, State
 
 BEAT_PHASE = 0.618034
@@ -156,6 +156,9 @@ def _join_step(session: Session, join_seconds: float | None) -> JoinStep:
     if not session.announced:
         yield from steps.announce(session, session.entry)
         return None
+    if _is_settling(session) and session.clock() >= session.settles_at:
+        yield from steps.announce(session, replace(session.entry, settled=True))
+        return None
     if session.clock() >= session.next_beat:
         yield from steps.beat(session)
         return None
@@ -215,6 +218,7 @@ def _arrive(session: Session) -> Asking:
     if state is not None and is_bygone(session.entry, state):
         raise RendezvousClosedError("The run was closed, and its run id is in use anew.")
     if state is None or state.closed is None:
+        session.settles_at = session.clock() + session.rules.keep_alive_interval_seconds
         yield from steps.announce(session, session.entry)
         return True
     left = session.entry.left
@@ -250,6 +254,10 @@ def _arrive(session: Session) -> Asking:
     return False
 
 
+def _is_settling(session: Session) -> bool:
+    return session.state is not None and not has_settled(session.entry, session.state)
+
+
 def _follow_parking(session: Session, join_seconds: float | None) -> None:
     if join_seconds is None or session.state is None:
         return
@@ -264,6 +272,8 @@ def _wait(session: Session, decision: Decision) -> Steps:
     now = session.clock()
     session.why = decision.why
     moments = [session.next_beat, session.deadline, decision.wake_at_seconds]
+    if _is_settling(session):
+        moments.append(session.settles_at)
     pulse, revision = session.pulse, None
     if session.coordinates and pulse is not None:
         revision = pulse.revision

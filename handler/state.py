@@ -157,6 +157,8 @@ class RosterEntry:
     """The round this node left last."""
     running: RoundId | None = None
     """The round it has confirmed; none while it waits."""
+    settled: bool = False
+    """It has waited for a whole keep-alive interval: no newcomer that fails as it starts."""
     finished: bool = False
     """Its agent has begun the exit barrier of ``running``."""
 

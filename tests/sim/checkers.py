@@ -148,7 +148,9 @@ class Exclusivity:
             runs = agent.phase == "running" and running is not None
             if not runs or agent.round_id == after.round_id or agent.name in self.withdrawn:
                 continue
-            if agent.session.overtaken or not in_contact(self.world, agent.host):
+            if agent.session.overtaken or agent.session.run_closed:
+                continue
+            if not in_contact(self.world, agent.host):
                 continue
             if self._is_stated_gap(after):
                 continue
@@ -164,7 +166,9 @@ class Exclusivity:
         if self.world.recently_rolled_back():
             return True
         is_new = all(self.job.agents[name].round_id is None for name in after.participant_ids)
-        return is_new and any(moment > soon for moment in self.world.emptied_at)
+        if is_new and any(moment > soon for moment in self.world.emptied_at):
+            self.world.gap_incarnations.add(after.incarnation)
+        return after.incarnation in self.world.gap_incarnations
 
 
 class Closings:

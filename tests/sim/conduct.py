@@ -15,7 +15,7 @@ from sim.world import World
 
 from rdzv.errors import RendezvousConnectionError
 from rdzv.machine import reasons_to_rejoin
-from rdzv.state import RoundId, State
+from rdzv.state import RosterEntry, RoundId, State
 
 NOTICE_TOLERANCE_SECONDS = 0.05
 ATTEMPTS_MAX_PER_ROUND = 25
@@ -34,6 +34,12 @@ class Notices:
         self.positive: dict[str, bool] = {}
         self.rounds: list[RoundId] = []
         self.lost: set[tuple[RoundId | None, str]] = set()
+        self.ghost_at = -1e9
+
+    def on_announce(self, host: Host, entry: RosterEntry) -> None:
+        """The stated gap: what a node has said before it left may arrive after it has."""
+        if host.is_late:
+            self.ghost_at = self.world.now
 
     def on_write(self, host: Host, before: State | None, after: State) -> None:
         if after.round_id is not None and after.round_id not in self.rounds:
@@ -47,7 +53,9 @@ class Notices:
         session = agent.session
         if session.run_closed and session.notice.count:
             raise Violation("7 run id again", f"{agent.name} is disturbed in a closed run")
-        is_newest = agent.round_id == self.rounds[-1]
+        assert agent.round_id is not None
+        in_gap = agent.round_id.incarnation in self.world.gap_incarnations
+        is_newest = agent.round_id == self.rounds[-1] and not in_gap
         if session.overtaken and is_newest and (agent.round_id, agent.name) not in self.lost:
             raise Violation(
                 "5 running workers outlive the backend",
@@ -76,11 +84,13 @@ class Notices:
             peer = self.job.agents[node_id]
             if peer.round_id != agent.round_id or peer.phase != "running":
                 return True
-            if not in_contact(self.world, peer.host):
+            if not in_contact(self.world, peer.host) or peer.session.run_closed:
                 return True
         if len(this.final.participants) >= self.world.rules.max_nodes:
             return False
         recent = 2.0 * self.world.rules.keep_alive_interval_seconds + 5.0
+        if now - self.ghost_at < self.world.rules.liveness_window_seconds + recent:
+            return True
         return any(
             peer.phase == "joining" or now - peer.left_barrier_at < recent
             for peer in self.job.agents.values()
@@ -223,6 +233,9 @@ class Costs:
         self.changed_at = 0.0
         self.requests: dict[str, tuple[float, int]] = {}
         self.waits: dict[str, int] = {}
+
+    def on_join(self, agent: Agent) -> None:
+        self.changed_at = self.world.now
 
     def on_attempt(self, host: Host, swapped: bool) -> None:
         self.attempts[host.name] += 1

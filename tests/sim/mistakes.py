@@ -31,6 +31,15 @@ def refill_is_not_noticed() -> Any:
 
 
 @fault
+def newcomers_count_at_once() -> Any:
+    """Whoever has arrived is a candidate, and may form the round."""
+    both = contextlib.ExitStack()
+    for module in (machine, protocol):
+        both.enter_context(patch.object(module, "has_settled", always(True)))
+    return both
+
+
+@fault
 def silence_is_not_noticed() -> Any:
     """Contact is unbroken as long as the own entry could have survived the silence."""
     return patch.object(effects, "SILENCE_INTERVALS", 3.0)

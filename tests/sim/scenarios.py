@@ -158,14 +158,15 @@ def _wiped_early(scenario: Scenario, rng: random.Random) -> Scenario:
         _mishap(rng, rng.choice(["wipe", "flush", "workers fail"]), 1.0, 20.0) for _ in range(2)
     ]
     rules = replace(scenario.rules, last_call_seconds=0.0)
-    if rng.random() < 0.5:
+    if rng.random() < 0.6:
         rules = replace(rules, min_nodes=2, max_nodes=2)
+        rules = replace(rules, keep_alive_interval_seconds=1.0, liveness_window_seconds=3.0)
     return replace(
         scenario,
         rules=rules,
-        arrivals=tuple(rng.uniform(0.0, 0.5) for _ in scenario.arrivals),
+        arrivals=tuple(rng.uniform(0.0, 0.5) for _ in range(rng.randint(3, 6))),
         mishaps=tuple(sorted(wipes, key=lambda mishap: mishap.at)),
-        kind=rng.choice(["poll", "push"]),
+        kind=rng.choice(["poll", "poll", "push"]),
         calm_at=30.0,
     )
 
@@ -220,15 +221,47 @@ def _impatient(scenario: Scenario, rng: random.Random) -> Scenario:
     )
 
 
+def _crash_loop(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Theme: a joiner dies as it starts, is started again at once, and never stops doing so. (It
+    does so after the calm, too: to bear it is what is asked.)"""
+    nodes = rng.randint(2, 4)
+    loop, last, pause = [], rng.uniform(6.0, 10.0), rng.uniform(0.4, 0.8)
+    while last < 90.0:
+        loop.append(Mishap(last, "crash loop", rng.uniform(0.1, pause)))
+        last += pause
+    mishaps = [*loop, Mishap(rng.uniform(12.0, 16.0), rng.choice(["crash", "workers fail"]))]
+    return replace(
+        scenario,
+        rules=replace(
+            scenario.rules,
+            min_nodes=nodes - 1,
+            max_nodes=nodes + rng.randint(0, 2),
+            last_call_seconds=0.5,
+            keep_alive_interval_seconds=1.0,
+            liveness_window_seconds=3.0,
+            restart_on_node_loss=True,
+        ),
+        settings=replace(scenario.settings, work_seconds=float("inf"), workers_die=0.5),
+        arrivals=tuple(rng.uniform(0.0, 1.0) for _ in range(nodes)),
+        mishaps=tuple(sorted(mishaps, key=lambda mishap: mishap.at)),
+        weather=replace(scenario.weather, loss=0.0, late=0.0),
+        kind=rng.choice(["push", "poll", "ageless"]),
+        calm_at=30.0,
+    )
+
+
 THEMES: tuple[Callable[[Scenario, random.Random], Scenario], ...] = (
     _failover,
     _goodbye,
     _wiped_early,
+    _wiped_early,
     _hidden_outage,
     _used_again,
     _impatient,
+    _impatient,
+    _crash_loop,
 )
-THEMED = 0.3
+THEMED = 0.4
 """Of all seeds: what by chance meets too seldom."""
 
 

@@ -88,7 +88,7 @@ class Run:
 
     def _befall(self, mishap: Mishap) -> None:
         world, what = self.world, mishap.what
-        if what != "arrive":
+        if what not in ("arrive", "crash loop"):
             self._disturb()
         if what in ("pause", "cut", "outage", "restart", "wipe"):
             world.after(mishap.seconds, self._disturb)
@@ -96,20 +96,28 @@ class Run:
             world.go_down()
             world.after(mishap.seconds, world.go_up)
         elif what == "wipe":
+            self.copy = None
             world.go_down()
             world.wipe()
             world.after(mishap.seconds * mishap.pick, world.go_up)
         elif what == "flush":
+            self.copy = None
             world.wipe()
         elif what == "older copy":
             self.copy = world.take_copy()
         elif what == "arrive":
             self.job.start_agent()
+        elif what == "crash loop":
+            self._start_and_crash(mishap)
         elif what == "reuse":
             for _ in range(self.scenario.rules.min_nodes):
                 world.after(world.rng.uniform(0.0, 3.0), self.job.start_agent)
         else:
             self._befall_agent(mishap)
+
+    def _start_and_crash(self, mishap: Mishap) -> None:
+        agent, world = self.job.start_agent(), self.world
+        world.after(mishap.seconds, lambda: agent.crash() if agent.host.alive else None)
 
     def _befall_agent(self, mishap: Mishap) -> None:
         what, world = mishap.what, self.world
@@ -153,7 +161,12 @@ class Run:
             a for a in self.job.live_agents() if a.phase != "leaving" and not a.session.run_closed
         ]
         in_round = [agent for agent in live if agent.phase in ("running", "finishing")]
-        joining = [agent for agent in live if agent.phase == "joining"]
+        patience = 0.5 * settling_seconds(rules)
+        joining = [
+            agent
+            for agent in live
+            if agent.phase == "joining" and agent.join_began_at < self.world.now - patience
+        ]
         current = document.round_id if document is not None else None
         for agent in in_round:
             if agent.phase == "finishing":

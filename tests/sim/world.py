@@ -101,6 +101,8 @@ class World:
         self.emptied_at: list[float] = []
         self.restored_at: list[float] = []
         self.rolled_back_at: list[float] = []
+        self.gap_incarnations: set[str] = set()
+        """Made by brand-new nodes on an empty backend, beside a running round."""
         self.disturbed_at = 0.0
         """When the last mishap began or ended."""
         self.hosts: dict[str, Host] = {}

@@ -51,7 +51,7 @@ def document(participants: str = "", number: int = 1, **fields: Any) -> State:
 def entry(
     name: str, left: RoundId | None = None, running: RoundId | None = None, finished: bool = False
 ) -> RosterEntry:
-    return RosterEntry(node(name), left=left, running=running, finished=finished)
+    return RosterEntry(node(name), left=left, running=running, settled=True, finished=finished)
 
 
 def runs(names: str, running: RoundId | None = None) -> list[RosterEntry]:
