@@ -18,9 +18,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Before anything imports the kit: its asserts are to tell what they compared.
-pytest.register_assert_rewrite("rdzv.conformance")
-
 ROOT = Path(__file__).resolve().parents[1]
 RELINK = "python -m pip install --no-deps --no-build-isolation --editable ."
 

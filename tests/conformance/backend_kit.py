@@ -1,18 +1,12 @@
-"""What the cases of :mod:`rdzv.conformance.backend_cases` are written with."""
+"""What the clauses about backends are written with."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
-from rdzv.errors import RendezvousConnectionError
+from rdzv.conformance.target import Target
+from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Pulse, Question
-
-Case = Callable[["Space"], None]
-
-CASES: list[Case] = []
 
 LONG_SECONDS = 60.0
 """An entry that is to outlive its case, and a wait that must not be for nothing."""
@@ -40,36 +34,15 @@ ODD_TEXTS = [
 """Run ids and node ids that must not meet each other."""
 
 
-class Space(ABC):
-    """Where the backends of one case meet."""
-
-    short_ttl_seconds: float
-    """An entry that the case waits to see expire: short, but longer than a few calls take."""
-
-    @abstractmethod
-    def connect(self, run_id: str = "job") -> Any:
-        """Another backend object on the same data; the space closes it when the case is over."""
-
-    @abstractmethod
-    def wipe(self) -> None:
-        """Lose everything, as a server does that restarts without its data. What is connected
-        may answer the next call with ``RendezvousConnectionError``, but not the one after it."""
-
-    @abstractmethod
-    def let_pass(self, seconds: float) -> None:
-        """Let the backend's clock go on by so much."""
-
-    def until(self, condition: Callable[[], object]) -> None:
-        """Let time pass until the condition holds."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, "waited in vain"
-            self.let_pass(self.short_ttl_seconds / 10)
-
-
-def case(function: Case) -> Case:
-    CASES.append(function)
-    return function
+def connected(target: Target) -> dict[str, Any]:
+    """A backend for each odd run id. One that no command line can give may be refused."""
+    backends = {}
+    for run_id in ODD_TEXTS:
+        try:
+            backends[run_id] = target.connect(run_id)
+        except RendezvousSettingsError:
+            assert "\0" in run_id, repr(run_id)
+    return backends
 
 
 def announced(backend: Any, node_id: str, label: str = "", ttl: float = LONG_SECONDS) -> Pulse:

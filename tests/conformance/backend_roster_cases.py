@@ -10,20 +10,24 @@ from rdzv.conformance.backend_kit import (
     DEADLINE_SECONDS,
     LONG_SECONDS,
     ODD_TEXTS,
-    Space,
     after_loss,
     announced,
     asked,
-    case,
     live_ids,
     tombstones,
 )
+from rdzv.conformance.clauses import book
+from rdzv.conformance.target import Target
 from rdzv.ports import Entry, Question
+
+case = book("roster", "roster", needs=("roster",))
+clocked = book("roster", "roster", needs=("roster", "server_clock"))
+wiping = book("roster", "roster", needs=("roster",), controls=("wipe",))
 
 
 @case
-def an_announced_node_is_listed(space: Space) -> None:
-    mine, theirs = space.connect(), space.connect()
+def an_announced_node_is_listed(target: Target) -> None:
+    mine, theirs = target.connect(), target.connect()
     entry = Entry("node", bytes(range(256)), "round 1")
     pulse = mine.announce(entry, LONG_SECONDS, Question())
     assert pulse.present
@@ -34,8 +38,8 @@ def an_announced_node_is_listed(space: Space) -> None:
 
 
 @case
-def node_ids_do_not_meet(space: Space) -> None:
-    backend = space.connect()
+def node_ids_do_not_meet(target: Target) -> None:
+    backend = target.connect()
     for text in ODD_TEXTS:
         announced(backend, text, label=text)
     assert live_ids(backend) == ODD_TEXTS
@@ -47,12 +51,12 @@ def node_ids_do_not_meet(space: Space) -> None:
 
 
 @case
-def nodes_are_listed_in_the_order_of_arrival(space: Space) -> None:
-    backend = space.connect()
+def nodes_are_listed_in_the_order_of_arrival(target: Target) -> None:
+    backend = target.connect()
     names = [f"node{number}" for number in random.Random(7).sample(range(100), 30)]
     for name in names:
         announced(backend, name)
-    assert live_ids(space.connect()) == names
+    assert live_ids(target.connect()) == names
     # A change keeps the place, whether by announcing or by a beat.
     announced(backend, names[0], label="another")
     backend.beat(names[1], LONG_SECONDS, Question())
@@ -64,17 +68,17 @@ def nodes_are_listed_in_the_order_of_arrival(space: Space) -> None:
 
 
 @case
-def an_entry_expires_unless_it_is_kept_alive(space: Space) -> None:
-    backend = space.connect()
-    announced(backend, "kept", ttl=space.short_ttl_seconds)
-    announced(backend, "lost", ttl=space.short_ttl_seconds)
+def an_entry_expires_unless_it_is_kept_alive(target: Target) -> None:
+    backend = target.connect()
+    announced(backend, "kept", ttl=target.short_ttl_seconds)
+    announced(backend, "lost", ttl=target.short_ttl_seconds)
     announced(backend, "other", ttl=LONG_SECONDS)
 
     def lost_is_gone() -> bool:
-        assert backend.beat("kept", space.short_ttl_seconds, Question()).present
+        assert backend.beat("kept", target.short_ttl_seconds, Question()).present
         return not asked(backend, "lost").peer_live
 
-    space.until(lost_is_gone)
+    target.until(lost_is_gone)
     assert live_ids(backend) == ["kept", "other"]
     assert tombstones(backend) == []
     assert asked(backend).live == 2
@@ -86,11 +90,11 @@ def an_entry_expires_unless_it_is_kept_alive(space: Space) -> None:
 
 
 @case
-def a_withdrawn_node_leaves_a_tombstone(space: Space) -> None:
-    mine, theirs = space.connect(), space.connect()
+def a_withdrawn_node_leaves_a_tombstone(target: Target) -> None:
+    mine, theirs = target.connect(), target.connect()
     announced(mine, "stays")
     announced(mine, "leaves")
-    mine.withdraw("leaves", space.short_ttl_seconds)
+    mine.withdraw("leaves", target.short_ttl_seconds)
     mine.withdraw("never came", LONG_SECONDS)
     assert [row.withdrawn for row in theirs.entries()] == [False, True, True]
     assert live_ids(theirs) == ["stays"]
@@ -99,15 +103,15 @@ def a_withdrawn_node_leaves_a_tombstone(space: Space) -> None:
     assert (pulse.live, pulse.peer_live) == (1, False)
     assert not mine.beat("leaves", LONG_SECONDS, Question()).present
     assert sorted(tombstones(theirs)) == ["leaves", "never came"]
-    space.until(lambda: tombstones(theirs) == ["never came"])
+    target.until(lambda: tombstones(theirs) == ["never came"])
     announced(mine, "never came")
     assert tombstones(theirs) == []
     assert live_ids(theirs) == ["stays", "never came"]
 
 
 @case
-def the_revision_moves_with_changes_only(space: Space) -> None:
-    backend = space.connect()
+def the_revision_moves_with_changes_only(target: Target) -> None:
+    backend = target.connect()
     seen = [asked(backend).revision, announced(backend, "a").revision]
     seen.append(announced(backend, "b").revision)
     seen.append(announced(backend, "a", label="round").revision)
@@ -122,22 +126,22 @@ def the_revision_moves_with_changes_only(space: Space) -> None:
         announced(backend, "a", label="round")
         backend.set_state(b"x")
         backend.entries()
-    assert space.connect().beat("a", LONG_SECONDS, Question()).revision == seen[-1]
+    assert target.connect().beat("a", LONG_SECONDS, Question()).revision == seen[-1]
 
 
 @case
-def a_pulse_is_exact(space: Space) -> None:
-    backend = space.connect()
+def a_pulse_is_exact(target: Target) -> None:
+    backend = target.connect()
     pulse = asked(backend, "node0", "blue")
     assert (pulse.token, pulse.live, pulse.present) == (None, 0, False)
     assert (pulse.peer_live, pulse.confirmed, pulse.state_age_seconds) == (False, 0, None)
     for number in range(20):
         announced(backend, f"node{number}", label=("blue", "blue ", "")[number % 3])
     backend.withdraw("node0", LONG_SECONDS)
-    announced(backend, "short", "blue", space.short_ttl_seconds)
+    announced(backend, "short", "blue", target.short_ttl_seconds)
     pulse = asked(backend, "short", "blue")
     assert (pulse.live, pulse.peer_live, pulse.confirmed) == (20, True, 7)
-    space.until(lambda: not asked(backend, "short").peer_live)
+    target.until(lambda: not asked(backend, "short").peer_live)
     pulse = backend.beat("node1", LONG_SECONDS, Question("node0", "blue"))
     assert (pulse.live, pulse.present, pulse.peer_live, pulse.confirmed) == (19, True, False, 6)
     assert asked(backend, "node1", "").confirmed == 0
@@ -146,23 +150,23 @@ def a_pulse_is_exact(space: Space) -> None:
     _, token, _ = backend.set_state(b"x")
     assert asked(backend).token == token == announced(backend, "node1").token
     _, token, _ = backend.set_state(b"x", token)
-    assert asked(space.connect()).token == token
+    assert asked(target.connect()).token == token
 
 
-@case
-def a_beat_leaves_the_document_alone(space: Space) -> None:
-    backend = space.connect()
+@clocked
+def a_beat_leaves_the_document_alone(target: Target) -> None:
+    backend = target.connect()
     announced(backend, "node")
     before = backend.set_state(b"document")[:2]
     started = time.monotonic()
     assert 0 <= age_seconds(backend) < DEADLINE_SECONDS
-    space.until(lambda: age_seconds(backend) >= space.short_ttl_seconds)
+    target.until(lambda: age_seconds(backend) >= target.short_ttl_seconds)
     assert backend.get_state() == before
     backend.set_state(b"document", before[1])
     # The age counts from the last write, by a clock that may tick in milliseconds.
     age = age_seconds(backend)
     assert age <= time.monotonic() - started + 0.002
-    assert age < space.short_ttl_seconds
+    assert age < target.short_ttl_seconds
 
 
 def age_seconds(backend: Any) -> float:
@@ -171,16 +175,16 @@ def age_seconds(backend: Any) -> float:
     return age
 
 
-@case
-def a_wiped_roster_is_empty(space: Space) -> None:
-    backend = space.connect()
+@wiping
+def a_wiped_roster_is_empty(target: Target) -> None:
+    backend = target.connect()
     before = announced(backend, "node").revision
     backend.set_state(b"x")
-    space.wipe()
+    target.wipe()
     after_loss(backend)
     pulse = backend.beat("node", LONG_SECONDS, Question())
     assert (pulse.present, pulse.live, pulse.token) == (False, 0, None)
     assert pulse.revision != before
     assert backend.entries() == []
     assert announced(backend, "node").revision != before
-    assert live_ids(space.connect()) == ["node"]
+    assert live_ids(target.connect()) == ["node"]

@@ -7,21 +7,24 @@ import random
 
 from rdzv.conformance.backend_kit import (
     LONG_SECONDS,
-    ODD_TEXTS,
-    Space,
     after_loss,
     announced,
     asked,
-    case,
     live_ids,
 )
+from rdzv.conformance.clauses import book
 from rdzv.conformance.store_kit import in_threads
+from rdzv.conformance.target import Target
 from rdzv.ports import Question
+
+case = book("backend", "state")
+wiping = book("backend", "state", controls=("wipe",))
+roster_case = book("roster", "roster", needs=("roster",))
 
 
 @case
-def an_empty_backend_has_no_document(space: Space) -> None:
-    backend = space.connect()
+def an_empty_backend_has_no_document(target: Target) -> None:
+    backend = target.connect()
     assert backend.name
     assert backend.get_state() is None
     # There is nothing that a token could fit, and nothing to return.
@@ -30,8 +33,8 @@ def an_empty_backend_has_no_document(space: Space) -> None:
 
 
 @case
-def a_write_without_token_only_creates(space: Space) -> None:
-    first, second = space.connect(), space.connect()
+def a_write_without_token_only_creates(target: Target) -> None:
+    first, second = target.connect(), target.connect()
     state, token, success = first.set_state(b"first")
     assert (state, success) == (b"first", True)
     assert second.set_state(b"second", None) == (b"first", token, False)
@@ -39,8 +42,8 @@ def a_write_without_token_only_creates(space: Space) -> None:
 
 
 @case
-def a_write_with_the_token_replaces(space: Space) -> None:
-    first, second = space.connect(), space.connect()
+def a_write_with_the_token_replaces(target: Target) -> None:
+    first, second = target.connect(), target.connect()
     _, old, _ = first.set_state(b"1")
     state, new, success = second.set_state(b"2", old)
     assert (state, success) == (b"2", True)
@@ -49,8 +52,8 @@ def a_write_with_the_token_replaces(space: Space) -> None:
 
 
 @case
-def a_stale_token_loses(space: Space) -> None:
-    first, second = space.connect(), space.connect()
+def a_stale_token_loses(target: Target) -> None:
+    first, second = target.connect(), target.connect()
     _, old, _ = first.set_state(b"1")
     _, new, _ = first.set_state(b"2", old)
     assert second.set_state(b"3", old) == (b"2", new, False)
@@ -58,8 +61,8 @@ def a_stale_token_loses(space: Space) -> None:
 
 
 @case
-def a_token_that_was_never_ours_loses(space: Space) -> None:
-    backend, other = space.connect(), space.connect("other")
+def a_token_that_was_never_ours_loses(target: Target) -> None:
+    backend, other = target.connect(), target.connect("other")
     _, token, _ = backend.set_state(b"ours")
     _, foreign, _ = other.set_state(b"theirs")
     odd = [foreign, 0, 1, -1, True, False, 1.5, "", "x", "1", "1:", ":", "9" * 40, b"", b"x"]
@@ -79,8 +82,8 @@ def a_token_that_was_never_ours_loses(space: Space) -> None:
 
 
 @case
-def equal_bytes_are_a_new_version(space: Space) -> None:
-    backend = space.connect()
+def equal_bytes_are_a_new_version(target: Target) -> None:
+    backend = target.connect()
     tokens = [backend.set_state(b"same")[1]]
     for _ in range(5):
         state, token, success = backend.set_state(b"same", tokens[-1])
@@ -91,8 +94,8 @@ def equal_bytes_are_a_new_version(space: Space) -> None:
 
 
 @case
-def any_bytes_come_back_unchanged(space: Space) -> None:
-    writer, reader = space.connect(), space.connect()
+def any_bytes_come_back_unchanged(target: Target) -> None:
+    writer, reader = target.connect(), target.connect()
     token = None
     for state in (b"", b"\0", bytes(range(256)) * 4, b"'\"\\", pickle.dumps({"a": 1}), b"0" * 63):
         answer = writer.set_state(state, token)
@@ -104,8 +107,8 @@ def any_bytes_come_back_unchanged(space: Space) -> None:
 
 
 @case
-def a_document_may_have_a_megabyte(space: Space) -> None:
-    writer, reader = space.connect(), space.connect()
+def a_document_may_have_a_megabyte(target: Target) -> None:
+    writer, reader = target.connect(), target.connect()
     big, other = (random.Random(seed).randbytes(1_000_000) for seed in (1, 2))
     _, token, success = writer.set_state(big)
     assert success
@@ -115,11 +118,11 @@ def a_document_may_have_a_megabyte(space: Space) -> None:
     assert writer.get_state() == (other, token)
 
 
-@case
-def a_lost_document_makes_all_tokens_stale(space: Space) -> None:
-    backend = space.connect()
+@wiping
+def a_lost_document_makes_all_tokens_stale(target: Target) -> None:
+    backend = target.connect()
     _, old, _ = backend.set_state(b"same")
-    space.wipe()
+    target.wipe()
     after_loss(backend)
     assert backend.get_state() is None
     assert backend.set_state(b"same", old) is None
@@ -130,12 +133,12 @@ def a_lost_document_makes_all_tokens_stale(space: Space) -> None:
 
 
 @case
-def no_write_is_lost_among_many_writers(space: Space) -> None:
+def no_write_is_lost_among_many_writers(target: Target) -> None:
     writers, each = 8, 15
-    space.connect().set_state(b"0")
+    target.connect().set_state(b"0")
 
     def count(index: int) -> int:
-        backend, lost = space.connect(), 0
+        backend, lost = target.connect(), 0
         for _ in range(each):
             state, token = backend.get_state()
             success = False
@@ -146,39 +149,57 @@ def no_write_is_lost_among_many_writers(space: Space) -> None:
         return lost
 
     in_threads(writers, count)
-    assert space.connect().get_state()[0] == str(writers * each).encode()
+    assert target.connect().get_state()[0] == str(writers * each).encode()
 
 
 @case
-def one_object_serves_many_threads(space: Space) -> None:
-    backend = space.connect()
+def one_object_serves_many_threads(target: Target) -> None:
+    backend = target.connect()
     backend.set_state(b"0")
+
+    def use(index: int) -> None:
+        for _ in range(10):
+            assert backend.get_state() is not None
+            state, _, success = backend.set_state(b"1", "1:no-token")
+            assert (state, success) == (b"0", False)
+
+    in_threads(8, use)
+
+
+@case
+def run_ids_do_not_meet(target: Target) -> None:
+    backends = connected(target)
+    for number, (run_id, backend) in enumerate(backends.items()):
+        _, _, success = backend.set_state(f"{number}".encode())
+        assert success, repr(run_id)
+    for number, (run_id, backend) in enumerate(backends.items()):
+        assert backend.get_state()[0] == f"{number}".encode(), repr(run_id)
+        assert target.connect(run_id).get_state() == backend.get_state()
+
+
+@roster_case
+def one_roster_serves_many_threads(target: Target) -> None:
+    backend = target.connect()
 
     def use(index: int) -> None:
         node = f"node{index}"
         announced(backend, node)
         for _ in range(10):
-            assert backend.get_state() is not None
             assert backend.beat(node, LONG_SECONDS, Question()).present
-            backend.set_state(b"1", "1:no-token")
+            assert node in live_ids(backend)
 
     in_threads(8, use)
     assert len(backend.entries()) == 8
     assert asked(backend).live == 8
 
 
-@case
-def run_ids_do_not_meet(space: Space) -> None:
-    backends = {run_id: space.connect(run_id) for run_id in ODD_TEXTS}
-    for number, (run_id, backend) in enumerate(backends.items()):
-        _, _, success = backend.set_state(f"{number}".encode())
-        assert success, repr(run_id)
+@roster_case
+def rosters_of_run_ids_do_not_meet(target: Target) -> None:
+    backends = connected(target)
+    for number, backend in enumerate(backends.values()):
         announced(backend, f"node {number}")
-    for number, (run_id, backend) in enumerate(backends.items()):
-        assert backend.get_state()[0] == f"{number}".encode(), repr(run_id)
+    for number, backend in enumerate(backends.values()):
         assert live_ids(backend) == [f"node {number}"]
-        assert space.connect(run_id).get_state() == backend.get_state()
     backends["job"].withdraw("node 0", LONG_SECONDS)
-    assert [asked(backend).live for backend in backends.values()] == [0] + [1] * (
-        len(ODD_TEXTS) - 1
-    )
+    others = [1] * (len(backends) - 1)
+    assert [asked(backend).live for backend in backends.values()] == [0, *others]

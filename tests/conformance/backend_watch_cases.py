@@ -11,20 +11,25 @@ from functools import partial
 from rdzv.conformance.backend_kit import (
     DEADLINE_SECONDS,
     LONG_SECONDS,
-    Space,
     announced,
-    case,
 )
+from rdzv.conformance.clauses import book
 from rdzv.conformance.store_kit import Background
+from rdzv.conformance.target import Target
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Question
 
 RACES = 1000
 
 
-@case
-def a_wait_for_what_has_happened_returns_at_once(space: Space) -> None:
-    backend = space.connect()
+case = book("watch", "watch", needs=("watch",))
+of_the_roster = book("watch", "watch", needs=("watch", "roster"))
+wiping = book("watch", "watch", needs=("watch",), controls=("wipe",))
+
+
+@of_the_roster
+def a_wait_for_what_has_happened_returns_at_once(target: Target) -> None:
+    backend = target.connect()
     _, old, _ = backend.set_state(b"1")
     assert backend.wait_for_change(None, LONG_SECONDS) == (b"1", old)
     found = backend.set_state(b"2", old)[:2]
@@ -36,9 +41,9 @@ def a_wait_for_what_has_happened_returns_at_once(space: Space) -> None:
     assert backend.wait_for_change(found[1], LONG_SECONDS, revision) is None
 
 
-@case
-def a_wait_for_nothing_ends_in_time(space: Space) -> None:
-    backend, other = space.connect(), space.connect()
+@of_the_roster
+def a_wait_for_nothing_ends_in_time(target: Target) -> None:
+    backend, other = target.connect(), target.connect()
     _, token, _ = backend.set_state(b"1")
     revision = announced(backend, "a").revision
     assert backend.wait_for_change(token, 0.0) is None
@@ -53,9 +58,9 @@ def a_wait_for_nothing_ends_in_time(space: Space) -> None:
     assert 0.3 <= time.monotonic() - started < DEADLINE_SECONDS
 
 
-@case
-def a_wait_hears_of_the_roster_only_if_asked(space: Space) -> None:
-    backend, other = space.connect(), space.connect()
+@of_the_roster
+def a_wait_hears_of_the_roster_only_if_asked(target: Target) -> None:
+    backend, other = target.connect(), target.connect()
     _, token, _ = backend.set_state(b"1")
     revision = announced(backend, "a").revision
     deaf = Background(lambda: backend.wait_for_change(token, LONG_SECONDS))
@@ -69,19 +74,19 @@ def a_wait_hears_of_the_roster_only_if_asked(space: Space) -> None:
 
 
 @case
-def every_waiter_wakes(space: Space) -> None:
-    shared = space.connect()
-    waiters = [shared, shared, shared, space.connect(), space.connect()]
+def every_waiter_wakes(target: Target) -> None:
+    shared = target.connect()
+    waiters = [shared, shared, shared, target.connect(), target.connect()]
     running = [Background(partial(each.wait_for_change, None, LONG_SECONDS)) for each in waiters]
     for each in running:
         each.still_blocked()
-    found = space.connect().set_state(b"at last")[:2]
+    found = target.connect().set_state(b"at last")[:2]
     assert [each.result() for each in running] == [found] * len(waiters)
 
 
-@case
-def a_wait_ends_when_the_document_is_lost(space: Space) -> None:
-    backend = space.connect()
+@wiping
+def a_wait_ends_when_the_document_is_lost(target: Target) -> None:
+    backend = target.connect()
     _, token, _ = backend.set_state(b"1")
 
     def wait() -> object:
@@ -91,16 +96,16 @@ def a_wait_ends_when_the_document_is_lost(space: Space) -> None:
             return None
 
     waiting = Background(wait).still_blocked()
-    space.wipe()
+    target.wipe()
     started = time.monotonic()
     assert waiting.result() is None
     assert time.monotonic() - started < DEADLINE_SECONDS
 
 
 @case
-def no_wake_up_is_lost(space: Space) -> None:
+def no_wake_up_is_lost(target: Target) -> None:
     """A write races with the begin of a wait, again and again."""
-    writer, waiter = space.connect(), space.connect()
+    writer, waiter = target.connect(), target.connect()
     _, token, _ = writer.set_state(b"0")
     ready, chance = threading.Barrier(2), random.Random(11)
     tokens = [token]
@@ -123,9 +128,9 @@ def no_wake_up_is_lost(space: Space) -> None:
 
 
 @case
-def a_change_is_heard_soon(space: Space) -> None:
+def a_change_is_heard_soon(target: Target) -> None:
     """Invariant 11 needs 50 ms; a busy machine may miss that once in a while, not mostly."""
-    writer, waiter = space.connect(), space.connect()
+    writer, waiter = target.connect(), target.connect()
     _, token, _ = writer.set_state(b"0")
     delays = []
     for _ in range(15):

@@ -1,7 +1,8 @@
-"""What the cases of :mod:`rdzv.conformance.store_cases` are written with."""
+"""What the clauses about stores are written with."""
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from rdzv.conformance.clauses import book
+from rdzv.conformance.target import Target
+
 Connect = Callable[[], Any]
 Case = Callable[[Connect], None]
-
-CASES: list[Case] = []
 
 SHORT = timedelta(milliseconds=100)
 LONG = timedelta(seconds=30)
@@ -26,9 +28,20 @@ LONG_ENOUGH_TO_SEE_SECONDS = 0.05
 """A call that has not returned after this long is taken to be blocked."""
 
 
-def case(function: Case) -> Case:
-    CASES.append(function)
-    return function
+def store_book(group: str, *needs: str) -> Callable[[Case], Case]:
+    """A decorator as :func:`rdzv.conformance.clauses.book` makes one, for functions that take
+    what opens stores."""
+    enter = book("store", group, needs=("store", *needs))
+
+    def case(function: Case) -> Case:
+        @functools.wraps(function)
+        def on_target(target: Target) -> None:
+            function(target.store)
+
+        enter(on_target)
+        return function
+
+    return case
 
 
 @contextmanager

@@ -9,7 +9,12 @@ from itertools import chain
 import pytest
 import torch.distributed as dist
 
-from rdzv.conformance.store_kit import LONG, SHORT, Connect, case, in_threads, times_out
+from rdzv.conformance.store_kit import LONG, SHORT, Connect, in_threads, store_book, times_out
+
+case = store_book("values")
+multi = store_book("values", "multi")
+lists = store_book("values", "list_keys")
+clones = store_book("values", "clone")
 
 
 @case
@@ -262,7 +267,7 @@ def a_deleted_key_begins_anew(connect: Connect) -> None:
 # append, multi_get, multi_set
 
 
-@case
+@multi
 def append_puts_bytes_behind(connect: Connect) -> None:
     store = connect()
     store.append("k", "po")
@@ -273,7 +278,7 @@ def append_puts_bytes_behind(connect: Connect) -> None:
     assert store.get("new") == b""
 
 
-@case
+@multi
 def append_of_what_is_there_doubles_it(connect: Connect) -> None:
     store = connect()
     store.append("k", "z")
@@ -281,7 +286,7 @@ def append_of_what_is_there_doubles_it(connect: Connect) -> None:
     assert store.get("k") == b"zz"
 
 
-@case
+@multi
 def appends_from_many_threads_all_stay(connect: Connect) -> None:
     stores = [connect() for _ in range(4)]
 
@@ -294,7 +299,7 @@ def appends_from_many_threads_all_stay(connect: Connect) -> None:
     assert sorted(stores[0].get("k")) == sorted(b"0123" * 10)
 
 
-@case
+@multi
 def multi_get_keeps_the_order(connect: Connect) -> None:
     store, peer = connect(), connect()
     peer.multi_set(["a", "b", "c"], ["1", b"2", ""])
@@ -305,7 +310,7 @@ def multi_get_keeps_the_order(connect: Connect) -> None:
     assert store.get("b") == b"2"
 
 
-@case
+@multi
 def a_thousand_keys_go_at_once(connect: Connect) -> None:
     store, peer = connect(), connect()
     keys = [f"torchelastic/role_info/{number}" for number in range(1000)]
@@ -315,7 +320,7 @@ def a_thousand_keys_go_at_once(connect: Connect) -> None:
     assert peer.multi_get(keys) == [str(number).encode() for number in range(1000)]
 
 
-@case
+@multi
 def multi_set_of_unequal_lengths_raises(connect: Connect) -> None:
     store = connect()
     with pytest.raises((ValueError, dist.DistStoreError)):
@@ -323,7 +328,7 @@ def multi_set_of_unequal_lengths_raises(connect: Connect) -> None:
     assert not store.check(["a"])
 
 
-@case
+@multi
 def the_extended_api_is_there(connect: Connect) -> None:
     assert connect().has_extended_api() is True
 
@@ -331,7 +336,7 @@ def the_extended_api_is_there(connect: Connect) -> None:
 # num_keys and list_keys
 
 
-@case
+@lists
 def a_fresh_store_has_no_keys(connect: Connect) -> None:
     store = connect()
     assert store.num_keys() == 0
@@ -350,7 +355,7 @@ def num_keys_counts(connect: Connect) -> None:
     assert store.num_keys() == before + 2
 
 
-@case
+@lists
 def list_keys_lists(connect: Connect) -> None:
     store = connect()
     store.set("a", "1")
@@ -359,7 +364,7 @@ def list_keys_lists(connect: Connect) -> None:
     assert sorted(store.list_keys()) == ["%", "a", "dir/b"]
 
 
-@case
+@clones
 def a_clone_has_the_keys_and_its_own_timeout(connect: Connect) -> None:
     store = connect()
     store.set_timeout(LONG)

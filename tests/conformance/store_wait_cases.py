@@ -17,14 +17,19 @@ from rdzv.conformance.store_kit import (
     SHORT,
     Background,
     Connect,
-    case,
     in_threads,
+    store_book,
     times_out,
 )
 from rdzv.torch_store import QueueEmptyError
 
 ZERO = timedelta(0)
 NEGATIVE = timedelta(seconds=-1)
+
+
+case = store_book("waits")
+multi = store_book("waits", "multi")
+queues = store_book("queues", "queues")
 
 
 @case
@@ -35,7 +40,7 @@ def get_of_a_missing_key_times_out(connect: Connect) -> None:
         store.get("missing")
 
 
-@case
+@multi
 def multi_get_with_a_missing_key_times_out(connect: Connect) -> None:
     store = connect()
     store.set("a", "1")
@@ -225,7 +230,7 @@ def a_barrier_times_out_and_has_counted(connect: Connect) -> None:
 # Queues
 
 
-@case
+@queues
 def queues_keep_the_order(connect: Connect) -> None:
     store = connect()
     assert store.queue_len("q") == 0
@@ -236,7 +241,7 @@ def queues_keep_the_order(connect: Connect) -> None:
     assert store.queue_len("q") == 0
 
 
-@case
+@queues
 def an_empty_queue_raises_or_times_out(connect: Connect) -> None:
     store = connect()
     store.set_timeout(SHORT)
@@ -246,7 +251,7 @@ def an_empty_queue_raises_or_times_out(connect: Connect) -> None:
         store.queue_pop("q")
 
 
-@case
+@queues
 def a_push_releases_one_who_pops(connect: Connect) -> None:
     store, peer = connect(), connect()
     store.set_timeout(INT_MAX_MS)
@@ -256,7 +261,7 @@ def a_push_releases_one_who_pops(connect: Connect) -> None:
     assert popping.result() == b"1"
 
 
-@case
+@queues
 def every_value_is_popped_once(connect: Connect) -> None:
     stores, peer = [connect() for _ in range(4)], connect()
     for number in range(20):
@@ -266,7 +271,7 @@ def every_value_is_popped_once(connect: Connect) -> None:
     assert peer.queue_len("q") == 0
 
 
-@case
+@queues
 def check_and_wait_see_queues_and_keys_do_not(connect: Connect) -> None:
     store = connect()
     keys = store.num_keys()

@@ -5,31 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
-
-from .backend_suite import Space
+from rdzv.conformance.target import Target
+from rdzv.stores.sql import SqlStore
 
 TABLES = ("schema", "runs", "states", "roster", "store", "queues", "writers")
 
 
-class SqliteSpace(Space):
+class SqliteTarget(Target):
     """A database file; ``wipe`` loses its rows, or the file itself."""
 
+    name = "sqlite"
     short_ttl_seconds = 0.3
 
     def __init__(self, path: Path, lose_file: bool = False) -> None:
         self.path = path
         self.lose_file = lose_file
-        self.made: list[SqlBackend] = []
+        self.endpoint = str(path)
+        self.made: list[SqlBackend | SqlStore] = []
 
     def connect(self, run_id: str = "job", options: SqlOptions | None = None) -> SqlBackend:
         backend = SqlBackend(str(self.path), run_id, options, name="sqlite")
         self.made.append(backend)
         return backend
+
+    def store(self, run_id: str = "job") -> SqlStore:
+        store = SqlStore(str(self.path), run_id)
+        self.made.append(store)
+        return store
 
     def wipe(self) -> None:
         if self.lose_file:
@@ -42,12 +48,9 @@ class SqliteSpace(Space):
                 connection.execute(f"DELETE FROM rdzv_{table}")
             connection.execute("COMMIT")
 
-    def let_pass(self, seconds: float) -> None:
-        threading.Event().wait(seconds)
-
     def close(self) -> None:
-        for backend in self.made:
-            backend.close()
+        while self.made:
+            self.made.pop().close()
 
 
 @contextlib.contextmanager

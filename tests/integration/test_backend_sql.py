@@ -23,44 +23,29 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from rdzv.backends.memory import MemoryBackend, MemorySpace
 from rdzv.backends.sql import SqlBackend, SqlOptions
+from rdzv.conformance.store_kit import Background, in_threads
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.memory import MemoryStore
 from rdzv.stores.sql import SqlStore, create_backend
 
-from .backend_suite import CASES, Background, Case, in_threads
-from .sqlite_space import TABLES, SqliteSpace, rows
+from .sqlite_space import TABLES, SqliteTarget, rows
 
 SWARM = Path(__file__).with_name("sqlite_swarm.py")
 SHORT_LIFE = SqlOptions(outage_timeout_seconds=0.3, closed_grace_seconds=0.1)
 
 
 @pytest.fixture
-def space(tmp_path: Path) -> Iterator[SqliteSpace]:
-    space = SqliteSpace(tmp_path / "rdzv.db")
+def space(tmp_path: Path) -> Iterator[SqliteTarget]:
+    space = SqliteTarget(tmp_path / "rdzv.db")
     yield space
     space.close()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_case(case: Case, space: SqliteSpace) -> None:
-    case(space)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if "wiped" in case.__name__ or "lost" in case.__name__],
-    ids=lambda case: case.__name__,
-)
-def test_case_with_a_deleted_file(case: Case, space: SqliteSpace) -> None:
-    space.lose_file = True
-    case(space)
 
 
 # ------------------------------------------------------------------------------------ life spans
 
 
-def test_a_beat_writes_no_row_that_others_share(space: SqliteSpace) -> None:
+def test_a_beat_writes_no_row_that_others_share(space: SqliteTarget) -> None:
     backend = space.connect()
     backend.set_state(b"document")
     backend.announce(Entry("node", b""), 60.0, Question())
@@ -70,7 +55,7 @@ def test_a_beat_writes_no_row_that_others_share(space: SqliteSpace) -> None:
     assert {table: rows(space.path, table) for table in TABLES if table != "roster"} == shared
 
 
-def test_a_run_that_is_over_leaves_nothing(space: SqliteSpace) -> None:
+def test_a_run_that_is_over_leaves_nothing(space: SqliteTarget) -> None:
     over = space.connect("over", SHORT_LIFE)
     over.set_state(b"document")
     over.announce(Entry("node", b""), 0.1, Question())
@@ -95,7 +80,7 @@ def test_a_run_that_is_over_leaves_nothing(space: SqliteSpace) -> None:
     assert over.set_state(b"again")[2]
 
 
-def test_beats_keep_a_run_for_longer_than_its_life(space: SqliteSpace) -> None:
+def test_beats_keep_a_run_for_longer_than_its_life(space: SqliteTarget) -> None:
     backend, newcomer = space.connect("kept", SHORT_LIFE), space.connect("new")
     found = backend.set_state(b"document")[:2]
     store = SqlStore(str(space.path), "kept", lifetime_seconds=SHORT_LIFE.lifetime_seconds)
@@ -112,7 +97,7 @@ def test_beats_keep_a_run_for_longer_than_its_life(space: SqliteSpace) -> None:
     space.until(lambda: _announce_and_count(newcomer, space, "states") == 0)
 
 
-def test_expired_entries_and_tombstones_are_swept(space: SqliteSpace) -> None:
+def test_expired_entries_and_tombstones_are_swept(space: SqliteTarget) -> None:
     backend = space.connect()
     for number in range(20):
         backend.announce(Entry(f"node{number}", b""), 0.05, Question())
@@ -121,7 +106,7 @@ def test_expired_entries_and_tombstones_are_swept(space: SqliteSpace) -> None:
     assert _announce_and_count(backend, space, "roster") <= 1
 
 
-def _announce_and_count(backend: SqlBackend, space: SqliteSpace, table: str) -> int:
+def _announce_and_count(backend: SqlBackend, space: SqliteTarget, table: str) -> int:
     backend.announce(Entry("newcomer", b""), 0.001, Question())
     return len(rows(space.path, table))
 
@@ -142,23 +127,23 @@ def swarm(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize("each", [100, pytest.param(500, marks=pytest.mark.full)])
-def test_eight_processes_count_exactly(space: SqliteSpace, each: int) -> None:
+def test_eight_processes_count_exactly(space: SqliteTarget, each: int) -> None:
     """They also make the file and its tables, all at once."""
     swarm("count", space.path, 8, each)
     check_counts(space, 8 * each)
     assert len(space.connect().entries()) == 8
 
 
-def test_forked_processes_count_exactly(space: SqliteSpace) -> None:
+def test_forked_processes_count_exactly(space: SqliteTarget) -> None:
     swarm("inherit", space.path, 4, 40)
     check_counts(space, 1 + 5 * 40)
 
 
-def test_a_fork_in_the_middle_of_a_call_harms_nobody(space: SqliteSpace) -> None:
+def test_a_fork_in_the_middle_of_a_call_harms_nobody(space: SqliteTarget) -> None:
     swarm("busy", space.path)
 
 
-def check_counts(space: SqliteSpace, expected: int) -> None:
+def check_counts(space: SqliteTarget, expected: int) -> None:
     found = space.connect().get_state()
     assert found is not None
     assert int(found[0]) == expected
@@ -168,7 +153,7 @@ def check_counts(space: SqliteSpace, expected: int) -> None:
     store.close()
 
 
-def test_waiting_threads_silence_nobody(space: SqliteSpace) -> None:
+def test_waiting_threads_silence_nobody(space: SqliteTarget) -> None:
     backend = space.connect()
     _, token, _ = backend.set_state(b"x")
     store = SqlStore(str(space.path), "job", timedelta(seconds=60))
@@ -185,7 +170,7 @@ def test_waiting_threads_silence_nobody(space: SqliteSpace) -> None:
     store.close()
 
 
-def test_connections_are_few(space: SqliteSpace) -> None:
+def test_connections_are_few(space: SqliteTarget) -> None:
     backend = space.connect()
     backend.set_state(b"x")
     in_threads(40, lambda index: [backend.get_state() for _ in range(20)])
@@ -205,7 +190,7 @@ def _target(link: str) -> str:
         return ""
 
 
-def test_closing_ends_a_wait_and_not_the_object(space: SqliteSpace) -> None:
+def test_closing_ends_a_wait_and_not_the_object(space: SqliteTarget) -> None:
     backend = space.connect()
     _, token, _ = backend.set_state(b"x")
     waiting = Background(lambda: backend.wait_for_change(token, 60.0)).still_blocked()
@@ -215,7 +200,7 @@ def test_closing_ends_a_wait_and_not_the_object(space: SqliteSpace) -> None:
     assert backend.get_state() == (b"x", token)
 
 
-def test_a_call_inside_a_call_of_the_same_thread_is_refused(space: SqliteSpace) -> None:
+def test_a_call_inside_a_call_of_the_same_thread_is_refused(space: SqliteTarget) -> None:
     """That is what a signal handler does; it would wait for itself."""
     backend = space.connect()
     backend.set_state(b"x")
@@ -230,7 +215,7 @@ def test_a_call_inside_a_call_of_the_same_thread_is_refused(space: SqliteSpace) 
     backend.withdraw("node", 1.0)
 
 
-def test_cost_of_a_beat_does_not_depend_on_the_number_of_nodes(space: SqliteSpace) -> None:
+def test_cost_of_a_beat_does_not_depend_on_the_number_of_nodes(space: SqliteTarget) -> None:
     backend = space.connect()
     statements: list[str] = []
 
@@ -252,7 +237,7 @@ def test_cost_of_a_beat_does_not_depend_on_the_number_of_nodes(space: SqliteSpac
     assert len(costs[0]) == 3
 
 
-def test_counting_reads_an_index_alone(space: SqliteSpace) -> None:
+def test_counting_reads_an_index_alone(space: SqliteTarget) -> None:
     backend = space.connect()
     backend.open()
     statement = backend._roster._pulse.compile(dialect=sa.dialects.sqlite.dialect())
@@ -273,7 +258,7 @@ def test_counting_reads_an_index_alone(space: SqliteSpace) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-def test_torchs_own_handler_runs_on_it(kind: str, space: SqliteSpace) -> None:
+def test_torchs_own_handler_runs_on_it(kind: str, space: SqliteTarget) -> None:
     shared = MemorySpace()
     stores: list[dist.Store] = [
         SqlStore(str(space.path), "job") if kind == "sqlite" else MemoryStore()
@@ -302,7 +287,7 @@ def parameters(endpoint: str, **options: Any) -> RendezvousParameters:
     return RendezvousParameters("sqlite", endpoint, "job", 1, 2, timeout=900, **options)
 
 
-def test_create_backend_gives_a_pair(space: SqliteSpace) -> None:
+def test_create_backend_gives_a_pair(space: SqliteTarget) -> None:
     backend, store = create_backend(
         parameters(f"sqlite:///{space.path}", read_timeout="1.5", table_prefix="mine_")
     )
@@ -336,19 +321,19 @@ def test_create_backend_gives_a_pair(space: SqliteSpace) -> None:
     ],
     ids=str,
 )
-def test_an_option_that_cannot_work_is_named(space: SqliteSpace, options: dict[str, str]) -> None:
+def test_an_option_that_cannot_work_is_named(space: SqliteTarget, options: dict[str, str]) -> None:
     [(name, value)] = options.items()
     with pytest.raises(RendezvousSettingsError, match=name) as caught:
         create_backend(parameters(str(space.path), **options))
     assert value in str(caught.value)
 
 
-def test_a_run_id_must_be_given(space: SqliteSpace) -> None:
+def test_a_run_id_must_be_given(space: SqliteTarget) -> None:
     with pytest.raises(RendezvousSettingsError, match="rdzv-id"):
         SqlBackend(str(space.path), "")
 
 
-def test_threads_of_one_object_make_its_tables_once(space: SqliteSpace) -> None:
+def test_threads_of_one_object_make_its_tables_once(space: SqliteTarget) -> None:
     backend = space.connect()
     gate = threading.Barrier(8)
 

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.backends.sql.files import filesystem_type, is_network
+from rdzv.conformance.store_kit import Background
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
@@ -26,16 +27,15 @@ from rdzv.errors import (
 from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
 
-from .backend_suite import Background
-from .sqlite_space import SqliteSpace, raw, rows
+from .sqlite_space import SqliteTarget, raw, rows
 
 SWARM = Path(__file__).with_name("sqlite_swarm.py")
 IMPATIENT = SqlOptions(read_timeout_seconds=0.3)
 
 
 @pytest.fixture
-def space(tmp_path: Path) -> Iterator[SqliteSpace]:
-    space = SqliteSpace(tmp_path / "rdzv.db")
+def space(tmp_path: Path) -> Iterator[SqliteTarget]:
+    space = SqliteTarget(tmp_path / "rdzv.db")
     yield space
     space.close()
 
@@ -76,7 +76,7 @@ def test_an_endpoint_that_cannot_work_says_what_would(endpoint: str, says: str) 
 
 
 @pytest.mark.parametrize("form", ["{}", "sqlite:///{}", "sqlite+pysqlite:///{}"])
-def test_a_path_and_its_urls_are_the_same_file(space: SqliteSpace, form: str) -> None:
+def test_a_path_and_its_urls_are_the_same_file(space: SqliteTarget, form: str) -> None:
     found = space.connect().set_state(b"x")[:2]
     backend = SqlBackend(form.format(space.path), "job")
     assert backend.get_state() == found
@@ -115,7 +115,7 @@ def test_a_relative_path_stays_the_same_file(
     "kind",
     ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "gpfs", "9p", "virtiofs", "ceph"],
 )
-def test_a_network_file_system_is_refused(space: SqliteSpace, kind: str) -> None:
+def test_a_network_file_system_is_refused(space: SqliteTarget, kind: str) -> None:
     asked: list[Path] = []
 
     def answer(directory: Path) -> str:
@@ -131,7 +131,7 @@ def test_a_network_file_system_is_refused(space: SqliteSpace, kind: str) -> None
     assert not space.path.exists()
 
 
-def test_the_option_lifts_the_check_and_does_without_shared_memory(space: SqliteSpace) -> None:
+def test_the_option_lifts_the_check_and_does_without_shared_memory(space: SqliteTarget) -> None:
     allowed = SqlOptions(allow_network_filesystem=True)
     backend = SqlBackend(str(space.path), "job", allowed, filesystem_type=lambda _: "nfs4")
     found = backend.set_state(b"x")[:2]
@@ -147,7 +147,7 @@ def test_the_option_lifts_the_check_and_does_without_shared_memory(space: Sqlite
 @pytest.mark.parametrize(
     "kind", ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "fuse.fuse-overlayfs", ""]
 )
-def test_a_local_file_system_is_taken(space: SqliteSpace, kind: str) -> None:
+def test_a_local_file_system_is_taken(space: SqliteTarget, kind: str) -> None:
     backend = SqlBackend(str(space.path), "job", filesystem_type=lambda _: kind)
     backend.set_state(b"x")
     assert Path(f"{space.path}-shm").exists()
@@ -190,7 +190,7 @@ def test_a_place_where_no_file_can_be_made() -> None:
 # ------------------------------------------------------------------------------------ what it is
 
 
-def test_a_file_that_is_no_database_is_left_alone(space: SqliteSpace) -> None:
+def test_a_file_that_is_no_database_is_left_alone(space: SqliteTarget) -> None:
     space.path.write_text("a letter to my aunt\n" * 100)
     backend = space.connect()
     with pytest.raises(RendezvousSettingsError, match="not an SQLite database"):
@@ -205,12 +205,12 @@ def test_a_file_that_is_no_database_is_left_alone(space: SqliteSpace) -> None:
     assert backend.set_state(b"x")[2]
 
 
-def test_an_empty_file_is_a_database(space: SqliteSpace) -> None:
+def test_an_empty_file_is_a_database(space: SqliteTarget) -> None:
     space.path.touch()
     assert space.connect().set_state(b"x")[2]
 
 
-def test_a_database_of_somebody_elses_is_shared(space: SqliteSpace) -> None:
+def test_a_database_of_somebody_elses_is_shared(space: SqliteTarget) -> None:
     with raw(space.path) as connection:
         connection.execute("CREATE TABLE theirs (x)")
         connection.execute("INSERT INTO theirs VALUES (1)")
@@ -218,7 +218,7 @@ def test_a_database_of_somebody_elses_is_shared(space: SqliteSpace) -> None:
         assert connection.execute("SELECT * FROM theirs").fetchall() == [(1,)]
 
 
-def test_tables_of_a_newer_release_are_refused(space: SqliteSpace) -> None:
+def test_tables_of_a_newer_release_are_refused(space: SqliteTarget) -> None:
     space.connect().set_state(b"x")
     with raw(space.path) as connection:
         connection.execute("UPDATE rdzv_schema SET version = version + 1")
@@ -230,7 +230,7 @@ def test_tables_of_a_newer_release_are_refused(space: SqliteSpace) -> None:
 
 
 @pytest.mark.parametrize("stored", ["'text'", "5", "1.5"])
-def test_a_document_of_another_kind_is_an_error_and_stays(space: SqliteSpace, stored: str) -> None:
+def test_a_document_of_another_kind_is_an_error_and_stays(space: SqliteTarget, stored: str) -> None:
     backend = space.connect()
     _, token, _ = backend.set_state(b"x")
     with raw(space.path) as connection:
@@ -248,7 +248,7 @@ def test_a_document_of_another_kind_is_an_error_and_stays(space: SqliteSpace, st
     assert kind != "blob"
 
 
-def test_a_roster_entry_of_another_kind_is_an_error(space: SqliteSpace) -> None:
+def test_a_roster_entry_of_another_kind_is_an_error(space: SqliteTarget) -> None:
     backend = space.connect()
     backend.announce(Entry("node", b"x"), 60.0, Question())
     for change in ("data = 5", "data = x'00', node_id = 'text'", "node_id = x'ff'"):
@@ -258,7 +258,7 @@ def test_a_roster_entry_of_another_kind_is_an_error(space: SqliteSpace) -> None:
             backend.entries()
 
 
-def test_a_damaged_file_is_an_error_until_it_is_gone(space: SqliteSpace) -> None:
+def test_a_damaged_file_is_an_error_until_it_is_gone(space: SqliteTarget) -> None:
     backend = space.connect()
     _, token, _ = backend.set_state(b"x" * 100_000)
     backend.close()
@@ -318,7 +318,7 @@ def drop_tables(path: Path) -> None:
     [remove_all, remove_main_file_only, replace_by_an_empty_one, drop_one_table, drop_tables],
 )
 def test_every_object_learns_of_a_loss_and_goes_on(
-    space: SqliteSpace, lose: Callable[[Path], None]
+    space: SqliteTarget, lose: Callable[[Path], None]
 ) -> None:
     first, second = space.connect(), space.connect()
     _, token, _ = first.set_state(b"old")
@@ -343,7 +343,7 @@ def test_every_object_learns_of_a_loss_and_goes_on(
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_a_new_file_has_nothing_of_the_old_one(space: SqliteSpace) -> None:
+def test_a_new_file_has_nothing_of_the_old_one(space: SqliteTarget) -> None:
     """Somebody holds the old file open; its index in shared memory must not serve the new one."""
     space.connect().set_state(b"old" * 50_000)
     with raw(space.path) as holder:
@@ -365,7 +365,7 @@ def test_a_new_file_has_nothing_of_the_old_one(space: SqliteSpace) -> None:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_a_loss_while_closed_is_told_too(space: SqliteSpace) -> None:
+def test_a_loss_while_closed_is_told_too(space: SqliteTarget) -> None:
     backend = space.connect()
     backend.set_state(b"x")
     backend.close()
@@ -388,7 +388,7 @@ def test_a_folder_that_comes_back_is_used_again(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_a_locked_file_is_an_error_in_time(space: SqliteSpace) -> None:
+def test_a_locked_file_is_an_error_in_time(space: SqliteTarget) -> None:
     backend = space.connect(options=IMPATIENT)
     found = backend.set_state(b"x")[:2]
     with raw(space.path) as holder:
@@ -403,7 +403,7 @@ def test_a_locked_file_is_an_error_in_time(space: SqliteSpace) -> None:
     assert backend.set_state(b"y", found[1])[2]
 
 
-def test_a_lock_on_a_new_file_is_waited_for_in_time(space: SqliteSpace) -> None:
+def test_a_lock_on_a_new_file_is_waited_for_in_time(space: SqliteTarget) -> None:
     with raw(space.path) as holder:
         holder.execute("CREATE TABLE theirs (x)")
         holder.execute("BEGIN EXCLUSIVE")
@@ -416,7 +416,7 @@ def test_a_lock_on_a_new_file_is_waited_for_in_time(space: SqliteSpace) -> None:
         opening.result()
 
 
-def test_a_full_disk_is_named_and_heals(space: SqliteSpace) -> None:
+def test_a_full_disk_is_named_and_heals(space: SqliteTarget) -> None:
     backend = space.connect()
     _, token, _ = backend.set_state(b"x")
     engine = backend._database._engine
@@ -452,7 +452,7 @@ def lose_answers(backend: Any, applied: bool) -> None:
     dialect.do_commit = do_commit
 
 
-def test_a_write_whose_answer_was_lost_is_recognised(space: SqliteSpace) -> None:
+def test_a_write_whose_answer_was_lost_is_recognised(space: SqliteTarget) -> None:
     backend = space.connect()
     _, token, _ = backend.set_state(b"x")
     lose_answers(backend, applied=True)
@@ -461,7 +461,7 @@ def test_a_write_whose_answer_was_lost_is_recognised(space: SqliteSpace) -> None
     assert backend.get_state() == (b"y", new)
 
 
-def test_a_write_that_was_not_made_is_not_repeated(space: SqliteSpace) -> None:
+def test_a_write_that_was_not_made_is_not_repeated(space: SqliteTarget) -> None:
     backend = space.connect()
     _, token, _ = backend.set_state(b"x")
     lose_answers(backend, applied=False)
@@ -471,7 +471,7 @@ def test_a_write_that_was_not_made_is_not_repeated(space: SqliteSpace) -> None:
 
 
 def test_a_file_system_error_names_the_file(
-    space: SqliteSpace, monkeypatch: pytest.MonkeyPatch
+    space: SqliteTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = space.connect()
 

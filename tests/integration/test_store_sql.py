@@ -15,14 +15,13 @@ import pytest
 import torch.distributed as dist
 
 from rdzv.backends.sql import SqlOptions
-from rdzv.conformance.store_cases import CASES, Case
 from rdzv.conformance.store_kit import Background, in_threads, times_out
 from rdzv.errors import RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.base import Unanswered
 from rdzv.stores.sql import SqlClient, SqlStore
 
-from .sqlite_space import SqliteSpace, raw, rows
+from .sqlite_space import SqliteTarget, raw, rows
 
 SHORT = timedelta(seconds=0.3)
 LONG = timedelta(seconds=60)
@@ -47,17 +46,6 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
     yield stores
     for store in stores.made:
         store.close()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_case(case: Case, stores: Stores) -> None:
-    case(stores.connect)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_case_in_a_namespace(case: Case, stores: Stores) -> None:
-    stores.connect().set("outside", "1")
-    case(lambda: stores.connect().namespace("name").namespace("space"))
 
 
 def test_runs_and_namespaces_do_not_meet(stores: Stores) -> None:
@@ -251,7 +239,7 @@ def test_it_goes_on_after_a_loss(stores: Stores, lose_file: bool) -> None:
     store, other = stores.connect(), stores.connect()
     store.set("key", "old")
     waiting = Background(lambda: store.get("later")).still_blocked()
-    SqliteSpace(stores.path, lose_file).wipe()
+    SqliteTarget(stores.path, lose_file).wipe()
     # No error reaches torch, which could not bear it.
     assert not other.check(["key"])
     other.set("later", "value")
@@ -266,7 +254,7 @@ def test_keys_are_swept_only_with_their_run(stores: Stores) -> None:
     keeper = stores.connect("keeper")
     brief.set("key", "value")
     keeper.set("key", "value")
-    space = SqliteSpace(stores.path)
+    space = SqliteTarget(stores.path)
     newcomer = space.connect("new")
 
     def is_gone() -> bool:

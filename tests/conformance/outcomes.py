@@ -1,0 +1,123 @@
+"""How the clauses of one run came out: collected while pytest runs, then shown or written.
+
+Rules: what is not in the report has not been tried. ``complete`` is true only if every clause of
+every suite that was collected has an outcome, and none was left out by selection.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOT_RUN = pytest.StashKey[str]()
+"""Why the kit could not try the clause of this test item."""
+
+FORMAT = 1
+HOLDS, FAILS, DEVIATES, WITHOUT, UNDECLARED, NOT_TRIED = (
+    "holds",
+    "fails",
+    "deviates",
+    "without",
+    "holds undeclared",
+    "not run",
+)
+MEANINGS = {
+    HOLDS: "tried, and true",
+    FAILS: "tried, and false",
+    DEVIATES: "false, as declared by an xfail with a reason",
+    WITHOUT: "false, as it belongs to a capability that is declared to be missing",
+    UNDECLARED: "true, though its capability is declared to be missing",
+    NOT_TRIED: "not tried, for want of what the reason names",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one clause on one target."""
+
+    id: str
+    """``book/group/name``, see :class:`rdzv.conformance.clauses.Clause`."""
+    outcome: str
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Report:
+    """All that one run has shown of one target."""
+
+    target: str
+    endpoint: str = ""
+    server: str = ""
+    """Technology and version, as the server says."""
+    without: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Clauses of the suites that were not selected."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every clause was selected."""
+        return not self.left_out
+
+    @property
+    def good(self) -> bool:
+        """Whether every clause that was tried came out as declared."""
+        return all(one.outcome != FAILS for one in self.outcomes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "format": FORMAT,
+            **asdict(self),
+            "complete": self.complete,
+            "good": self.good,
+        }
+
+    def counts(self) -> dict[tuple[str, str], dict[str, int]]:
+        """By book and group: how many clauses came out how."""
+        counted: dict[tuple[str, str], dict[str, int]] = {}
+        for one in self.outcomes:
+            book, group, _ = one.id.split("/", 2)
+            counts = counted.setdefault((book, group), dict.fromkeys(MEANINGS, 0))
+            counts[one.outcome] += 1
+        return counted
+
+
+def versions() -> dict[str, str]:
+    """Of what a report depends on."""
+    import torch
+
+    import rdzv
+
+    return {
+        "rdzv": rdzv.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def write(reports: Iterable[Report], path: Path) -> None:
+    """Write reports to one JSON file."""
+    data = [report.to_json() for report in reports]
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> list[Report]:
+    """The reports in a file of :func:`write`. Raises ``ValueError`` for one of another format."""
+    reports = []
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        if row.pop("format", None) != FORMAT:
+            raise ValueError(f"{path} is no report of this version of rdzv.conformance")
+        for derived in ("complete", "good"):
+            row.pop(derived)
+        row["outcomes"] = [Outcome(**one) for one in row["outcomes"]]
+        reports.append(Report(**row))
+    return reports

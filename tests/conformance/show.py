@@ -1,0 +1,49 @@
+"""The report for people: a table by clause group, then every clause that does not simply hold."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+import pytest
+
+from rdzv.conformance.outcomes import FAILS, HOLDS, MEANINGS, Report
+
+COLUMNS_MAX = 120
+
+
+def show(reports: Iterable[Report], terminal: pytest.TerminalReporter) -> None:
+    """Write reports to pytest's terminal."""
+    for report in reports:
+        terminal.section(f"conformance of {report.target}")
+        terminal.write_line(as_text(report, min(terminal._tw.fullwidth, COLUMNS_MAX)))
+
+
+def as_text(report: Report, columns: int) -> str:
+    """The report as a table and a list."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    out = io.StringIO()
+    console = Console(file=out, width=columns, highlight=False)
+    table = Table("suite", "clauses about", *MEANINGS)
+    for (book, group), counts in report.counts().items():
+        table.add_row(book, group, *(str(counts[kind] or "") for kind in MEANINGS))
+    about = [report.endpoint, report.server, *(f"{k} {v}" for k, v in report.versions.items())]
+    console.print(escape(", ".join(filter(None, about))))
+    console.print(table)
+    for kind in MEANINGS:
+        found = [one for one in report.outcomes if one.outcome == kind]
+        if kind == HOLDS or not found:
+            continue
+        console.print(f"[bold]{kind}[/bold] ({MEANINGS[kind]}):")
+        for one in found:
+            sentence = one.id.rpartition("/")[2].replace("_", " ")
+            console.print(f"  {escape(sentence)}: {escape(one.reason)}")
+    if report.left_out:
+        console.print(f"[bold]left out by selection[/bold]: {len(report.left_out)} clauses")
+    tried = [one for one in report.outcomes if one.outcome == HOLDS]
+    failed = [one for one in report.outcomes if one.outcome == FAILS]
+    console.print(f"{len(tried)} clauses hold, {len(failed)} fail.")
+    return out.getvalue().rstrip()

@@ -1,0 +1,131 @@
+"""The suites. Subclass one, give it a fixture ``target``, and pytest tries every clause::
+
+    class TestMine(BackendSuite):
+        @pytest.fixture
+        def target(self):
+            with contextlib.closing(MyTarget()) as target:
+                yield target
+
+Rules:
+
+* A clause is a method ``test_<name>``. To override one is to declare a deviation: only with
+  ``@pytest.mark.xfail(reason=..., strict=True)``, so that it shows, and shows when it is over.
+* A clause that is missing, or skipped by whoever is under test, fails the run.
+* A clause whose capability the target has not is tried all the same; what fails is an expected
+  failure with the target's reason, what holds is reported.
+* A clause that the kit has no way to try is listed as not run, with what it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+# Importing the modules fills the books.
+from rdzv.conformance import (
+    backend_cases,  # noqa: F401
+    store_cases,  # noqa: F401
+)
+from rdzv.conformance.capabilities import problems_of
+from rdzv.conformance.clauses import BOOKS, Clause
+from rdzv.conformance.outcomes import NOT_RUN
+from rdzv.conformance.target import Target
+
+THREADS_END_SECONDS = 10.0
+S = TypeVar("S", bound="Suite")
+
+
+def _test_of(clause: Clause) -> Callable[..., None]:
+    @pytest.mark.timeout(clause.timeout_seconds)
+    def test(self: Suite, target: Target, request: pytest.FixtureRequest) -> None:
+        problems = problems_of(target.without)
+        assert not problems, "; ".join(problems)
+        for control in clause.controls:
+            reason = target.cannot(control)
+            if reason:
+                request.node.stash[NOT_RUN] = reason
+                pytest.skip(reason)
+        for capability in clause.needs:
+            if capability in target.without:
+                reason = f"without {capability}: {target.without[capability]}"
+                request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+        with no_thread_is_left(target):
+            clause.function(target)
+
+    test.__name__ = f"test_{clause.name}"
+    test.__doc__ = clause.sentence
+    vars(test)["clause"] = clause
+    return test
+
+
+@contextlib.contextmanager
+def no_thread_is_left(target: Target) -> Iterator[None]:
+    """What the block started has ended soon after the target was closed."""
+    before = set(threading.enumerate())
+    yield
+    target.close()
+    gc.collect()
+    deadline = time.monotonic() + THREADS_END_SECONDS
+    while left := [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]:
+        assert time.monotonic() < deadline, f"threads that do not end: {left}"
+        left[0].join(0.1)
+
+
+class Suite:
+    """The base of all suites: makes a test of every clause in the books that it is given."""
+
+    clauses: tuple[Clause, ...] = ()
+
+    def __init_subclass__(cls, books: tuple[str, ...] = (), **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if books:
+            cls.clauses = tuple(clause for name in books for clause in BOOKS.get(name, ()))
+            for clause in cls.clauses:
+                setattr(cls, f"test_{clause.name}", _test_of(clause))
+
+    @pytest.fixture
+    def target(self) -> Iterator[Target]:
+        """What is under test: yours to give."""
+        raise NotImplementedError(f"{type(self).__name__} needs a fixture called target")
+
+
+class BackendSuite(Suite, books=("backend",)):
+    """The document and its tokens: all that a rendezvous cannot do without."""
+
+
+class RosterSuite(Suite, books=("roster",)):
+    """Who is here now, by the backend's clock."""
+
+
+class WatchSuite(Suite, books=("watch",)):
+    """Being told of changes, missing none."""
+
+
+class StoreSuite(Suite, books=("store",)):
+    """A ``torch.distributed.Store``, as torch itself uses one."""
+
+
+def deviates(name: str, reason: str, *, run: bool = True) -> Callable[[type[S]], type[S]]:
+    """A class decorator: the clause ``name`` does not hold, for a reason. With ``run=False`` it is
+    not tried, as it would hang or crash; else it must fail, or the declaration is out of date."""
+
+    def declare(suite: type[S]) -> type[S]:
+        test = getattr(suite, f"test_{name}")
+
+        @pytest.mark.xfail(reason=reason, strict=True, run=run)
+        @functools.wraps(test)
+        def deviating(self: Suite, target: Target, request: pytest.FixtureRequest) -> None:
+            test(self, target, request)
+
+        delattr(deviating, "clause")
+        setattr(suite, f"test_{name}", deviating)
+        return suite
+
+    return declare

@@ -1,0 +1,64 @@
+"""The conformance kit on the backends that need no server: all clauses, under every condition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv.conformance.suites import BackendSuite, RosterSuite, StoreSuite, WatchSuite
+from rdzv.conformance.target import Target
+
+from .sqlite_space import SqliteTarget
+from .targets import MemoryTarget
+
+
+class _Memory:
+    @pytest.fixture
+    def target(self) -> Iterator[Target]:
+        target = MemoryTarget()
+        yield target
+        target.close()
+
+
+class _Sqlite:
+    """A wipe loses the rows, or the file itself."""
+
+    @pytest.fixture(params=["rows", "file"])
+    def target(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
+        target = SqliteTarget(tmp_path / "rdzv.db", lose_file=request.param == "file")
+        yield target
+        target.close()
+
+
+class TestMemoryBackend(_Memory, BackendSuite):
+    pass
+
+
+class TestMemoryRoster(_Memory, RosterSuite):
+    pass
+
+
+class TestMemoryWatch(_Memory, WatchSuite):
+    pass
+
+
+class TestMemoryStore(_Memory, StoreSuite):
+    pass
+
+
+class TestSqliteBackend(_Sqlite, BackendSuite):
+    pass
+
+
+class TestSqliteRoster(_Sqlite, RosterSuite):
+    pass
+
+
+class TestSqliteWatch(_Sqlite, WatchSuite):
+    pass
+
+
+class TestSqliteStore(_Sqlite, StoreSuite):
+    pass
