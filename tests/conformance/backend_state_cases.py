@@ -10,6 +10,7 @@ from rdzv.conformance.backend_kit import (
     after_loss,
     announced,
     asked,
+    connected,
     live_ids,
 )
 from rdzv.conformance.clauses import book
