@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rdzv.conformance.outcomes import Outcome, Report
     from rdzv.conformance.target import Target
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 PACKAGE = "rdzv.conformance"
 
 for _path in HERE.glob("*.py"):
@@ -63,7 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The suites of the mode without code are for that mode only."""
-    if collection_path.parent != HERE or not collection_path.name.startswith("test_"):
+    path = collection_path.resolve()
+    if path.parent != HERE or not path.name.startswith("test_"):
         return None
     return None if config.getoption("--rdzv-backend") else True
 

@@ -34,15 +34,17 @@ class RegisteredTarget(Target):
         config: Mapping[str, str] | None = None,
         without: Mapping[str, str] | None = None,
         server: Server | None = None,
+        run_prefix: str | None = None,
     ) -> None:
         self.name = backend
         self.server = server
         self.address = address_in(endpoint)
         self.endpoint = mask_secrets(endpoint)
         self._endpoint = endpoint
+        self._given_without = dict(without or {})
         self._config = dict(config or {})
         self._made: list[Any] = []
-        self._unique = uuid.uuid4().hex[:12]
+        self._run_prefix = f"{uuid.uuid4().hex[:12]}-" if run_prefix is None else run_prefix
         opened, self._has_store = self._open("probe")
         self.without = {**_lacking(opened, self._has_store), **(without or {})}
         self.close()
@@ -54,6 +56,15 @@ class RegisteredTarget(Target):
         store: Store = self._open(run_id)[1]
         return store
 
+    def recipe(self) -> tuple[str, dict[str, Any]] | None:
+        return f"{__name__}:{RegisteredTarget.__name__}", {
+            "backend": self.name,
+            "endpoint": self._current_endpoint(),
+            "config": self._config,
+            "without": self._given_without,
+            "run_prefix": self._run_prefix,
+        }
+
     def torchrun_arguments(self, run_id: str) -> list[str] | None:
         if ":" in self.name:
             return None
@@ -61,7 +72,7 @@ class RegisteredTarget(Target):
         return [
             f"--rdzv-backend={self.name}",
             f"--rdzv-endpoint={self._current_endpoint()}",
-            f"--rdzv-id={self._unique}-{run_id}",
+            f"--rdzv-id={self._run_prefix}{run_id}",
             *([f"--rdzv-conf={config}"] if config else []),
         ]
 
@@ -75,7 +86,7 @@ class RegisteredTarget(Target):
         params = RendezvousParameters(
             backend=self.name,
             endpoint=self._current_endpoint(),
-            run_id=f"{self._unique}-{run_id}",
+            run_id=self._run_prefix + run_id,
             min_nodes=1,
             max_nodes=1,
             **self._config,

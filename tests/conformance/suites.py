@@ -47,15 +47,16 @@ def _test_of(clause: Clause) -> Callable[..., None]:
     def test(self: Suite, target: Target, request: pytest.FixtureRequest) -> None:
         problems = problems_of(target.without)
         assert not problems, "; ".join(problems)
-        for control in clause.controls:
-            reason = target.cannot(control)
-            if reason:
-                request.node.stash[NOT_RUN] = reason
-                pytest.skip(reason)
-        for capability in clause.needs:
-            if capability in target.without:
-                reason = f"without {capability}: {target.without[capability]}"
-                request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+        lacking = [name for name in clause.needs if name in target.without]
+        impossible = [reason for name in clause.controls if (reason := target.cannot(name))]
+        if lacking:
+            reason = f"without {lacking[0]}: {target.without[lacking[0]]}"
+            if impossible:
+                pytest.xfail(reason)
+            request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+        elif impossible:
+            request.node.stash[NOT_RUN] = impossible[0]
+            pytest.skip(impossible[0])
         with no_thread_is_left(target):
             clause.function(target)
 

@@ -21,6 +21,7 @@ DEADLINE_SECONDS = 20.0
 
 CONTROLS = {
     "wipe": "lose all data while clients are connected",
+    "processes": "open the same data from another process (Target.recipe)",
     "network": "route connections through the kit's proxy (Target.address)",
     "pause": "stop the server's process and let it go on (Target.server)",
     "restart": "kill the server's process and start it again, with its data (Target.server)",
@@ -103,6 +104,11 @@ class Target(ABC):
     def close(self) -> None:
         """Close what was opened; may be called more than once."""
 
+    def recipe(self) -> tuple[str, dict[str, Any]] | None:
+        """``module:function`` and keyword arguments, plain enough for JSON, with which another
+        process makes a target on the same data; None where that cannot be."""
+        return None
+
     def torchrun_arguments(self, run_id: str) -> list[str] | None:
         """``--rdzv-backend=…``, ``--rdzv-endpoint=…`` and what else torchrun needs to meet here;
         None where no name is registered."""
@@ -112,6 +118,7 @@ class Target(ABC):
         """Why the kit cannot do this to it; "" where it can."""
         able = {
             "wipe": type(self).wipe is not Target.wipe,
+            "processes": self.recipe() is not None,
             "network": self.address is not None,
             "pause": self.server is not None,
             "restart": self.server is not None,

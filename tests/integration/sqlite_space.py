@@ -7,6 +7,7 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.conformance.target import Target
@@ -36,6 +37,13 @@ class SqliteTarget(Target):
         store = SqlStore(str(self.path), run_id)
         self.made.append(store)
         return store
+
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        return "rdzv.conformance.registered:RegisteredTarget", {
+            "backend": "sqlite",
+            "endpoint": str(self.path),
+            "run_prefix": "",
+        }
 
     def wipe(self) -> None:
         if self.lose_file:
