@@ -39,6 +39,10 @@ from rdzv.state import (
 )
 
 
+SETTLING_MARGIN_SECONDS = 0.5
+"""For a newcomer's word that it has settled to arrive."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The part of the settings that the rules depend on. The same on all nodes of a run."""
@@ -168,6 +172,8 @@ class _Seen:
     presumed: tuple[str, ...]
     lost: tuple[str, ...]
     waiting: tuple[RosterEntry, ...]
+    settling: bool
+    """Somebody waits who does not count yet."""
     unproven: bool
     ahead: tuple[str, ...]
     somebody_finished: bool
@@ -185,20 +191,21 @@ def _see(state: State, listing: Listing, rules: Rules) -> _Seen:
         elif node_id not in here:
             lost.add(node_id)
     held = set(occupants)
-    waiting = tuple(
+    here_and_free = [
         present.entry
         for present in listing.present
         if present.entry.running is None
         and not present.entry.finished
         and present.entry.node.id not in held
         and present.proven
-        and has_settled(present.entry, state)
-    )
+    ]
+    waiting = tuple(entry for entry in here_and_free if has_settled(entry, state))
     return _Seen(
         occupants=tuple(occupants),
         presumed=tuple(presumed),
         lost=tuple(sorted(lost)),
         waiting=waiting,
+        settling=len(waiting) < len(here_and_free),
         unproven=any(not present.proven for present in listing.present),
         ahead=tuple(node_id for node_id, entry in here.items() if is_ahead(entry, state)),
         somebody_finished=any(
@@ -362,11 +369,15 @@ def _freeze(
     once nobody more can be admitted, or the last call is over.
 
     The last call runs from when the minimum was reached, even while the last round was still
-    held: whoever held it was a former member and is here now, or is lost.
+    held: whoever held it was a former member and is here now, or is lost. It lasts long enough for
+    a newcomer that came with the others to settle, or the next round would be formed without it.
     """
     former = set(state.participant_ids)
     candidates = sorted(seen.waiting, key=lambda entry: entry.node.id not in former)
-    freeze_at = since if len(candidates) >= rules.max_nodes else since + rules.last_call_seconds
+    last_call = rules.last_call_seconds
+    if seen.settling:
+        last_call = max(last_call, rules.keep_alive_interval_seconds + SETTLING_MARGIN_SECONDS)
+    freeze_at = since if len(candidates) >= rules.max_nodes else since + last_call
     freeze_at = max(freeze_at, me.quiet_until_seconds)
     if now < freeze_at:
         count = f"last call: {len(candidates)} of at most {rules.max_nodes} nodes are waiting"

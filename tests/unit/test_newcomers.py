@@ -60,7 +60,21 @@ def test_joiners_that_die_as_they_start_disturb_nobody() -> None:
     assert world.state.round == 1
     for peer in members:
         peer.join()
-    start_and_die(1.0)
+    start_and_die(INTERVAL + 2.0)
     assert [peer.result for peer in members] == [world.state, world.state]
     assert world.state is not None
     assert set(world.state.participants) == set(nodes("ab"))
+
+
+def test_a_newcomer_that_comes_with_the_others_is_waited_for() -> None:
+    world = World(replace(PAIR, max_nodes=3, last_call_seconds=0.0))
+    members = world.form("ab")
+    began = world.now
+    joiner = newcomer(world, "c")
+    for peer in members:
+        peer.join()
+    world.run(60.0, until=lambda: all(peer.result for peer in world.peers))
+    assert INTERVAL <= world.now - began <= INTERVAL + 1.0
+    assert world.state.round == 2
+    assert set(world.state.participants) == set(nodes("abc"))
+    assert joiner.result == world.state
