@@ -38,7 +38,6 @@ from rdzv.state import (
     State,
 )
 
-
 SETTLING_MARGIN_SECONDS = 0.5
 """For a newcomer's word that it has settled to arrive."""
 
@@ -316,7 +315,11 @@ def decide_waiting(
             why = f"{me.live_count} nodes are here, and {state.coordinator} forms the round"
             return Decision(Act.WAIT, why)
         if not has_settled(me.entry, state):
-            return Decision(Act.WAIT, "this node has yet to show that it stays")
+            interval = rules.keep_alive_interval_seconds
+            why = (
+                f"round {state.round} runs; a newcomer counts once it has waited for {interval:g} s"
+            )
+            return Decision(Act.WAIT, why)
         claimed = replace(state, coordinator=me.id, notice_age_seconds=notice_age(state, rules, me))
         return Decision(Act.SWAP, "nobody forms the round", claimed)
     return _coordinate(state, listing, rules, me, now)
