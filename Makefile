@@ -1,22 +1,28 @@
 # Every target first brings .venv up to date (.ci/venv.py says how); that takes no time when it is.
 # Variables:  PYTHON=python3.11  TORCH_VERSION=2.13.0  TORCH_INDEX_URL=URL  TORCH=cuda  SEEDS=100
+#             SERVERS=auto  REQUIRE=redis,postgresql,mysql,etcd
 
 PYTHON ?= python3
 SEEDS ?= 100
+SERVERS ?= auto
+REQUIRE ?=
 export TORCH_VERSION TORCH_INDEX_URL TORCH
 
 BIN := .venv/bin
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 PROGRAMS := $(wildcard .ci/*.py examples/*.py) $(BENCHMARKS)
 # One process for everything, so that one closing line counts everything.
-PYTEST := $(BIN)/pytest --doctest-modules --pyargs rdzv ./tests
+PYTEST := $(BIN)/pytest --doctest-modules --pyargs rdzv ./tests --rdzv-servers=$(SERVERS) \
+    $(if $(REQUIRE),--rdzv-require=$(REQUIRE))
+IN_CONTAINERS := tests/integration/test_servers.py tests/integration/test_redis_conformance.py
+REPORT := build/conformance.json
 
-.PHONY: help venv demo test test-full lint types sim bench clean
+.PHONY: help venv demo test test-full test-docker lint types kit-proof sim bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this text
-	@sed -n 's/^\([a-z-]*\):[^#]*##/  make \1\t/p' Makefile | expand -t 18
-	@sed -n 's/^# Variables: /\nVariables:/p' Makefile
+	@sed -n 's/^\([a-z-]*\):[^#]*##/  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^# Variables: /\nVariables:/p; s/^#   /   /p' Makefile
 
 venv:  ## .venv with the package and all tools
 	@command -v "$(PYTHON)" >/dev/null || { echo "No $(PYTHON) here. Install Python 3.10 or newer" \
@@ -38,7 +44,12 @@ test-full: lint types  ## the same with 1,000 simulation seeds and the long test
 	@echo "[sim] $(SEEDS) seeds"
 	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
 	@echo "[pytest] doctests and tests/, the long ones too"
-	@$(PYTEST) -m ""
+	@$(PYTEST) -m "" --rdzv-report=$(REPORT)
+	@$(BIN)/python .ci/matrix.py $(REPORT)
+
+test-docker: venv  ## the conformance suites on servers in containers (needs a Docker engine)
+	@echo "[pytest] servers in containers"
+	@$(BIN)/pytest --rdzv-servers=docker --rdzv-require=redis,postgresql,mysql,etcd $(IN_CONTAINERS)
 
 lint: venv  ## ruff: rules and format
 	@echo "[lint] ruff"
@@ -49,6 +60,11 @@ types: venv  ## mypy --strict
 	@echo "[types] mypy$(if $(wildcard .mypy_cache),, (about a minute this time, since it reads torch))"
 	@$(BIN)/mypy --strict -p rdzv
 	@$(BIN)/mypy --strict --exclude ^tests/conformance/ tests $(PROGRAMS)
+	@cd examples/third_party_backend && ../../$(BIN)/mypy --strict \
+	    --cache-dir ../../.mypy_cache/third_party http_rdzv tests train.py
+
+kit-proof: venv  ## the conformance kit catches 166 deliberately broken backends and stores
+	@$(BIN)/python tests/kit/proof.py
 
 sim: venv  ## simulation only: make sim SEEDS=1000
 	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)

@@ -185,6 +185,6 @@ def a_wiped_roster_is_empty(target: Target) -> None:
     pulse = backend.beat("node", LONG_SECONDS, Question())
     assert (pulse.present, pulse.live, pulse.token) == (False, 0, None)
     assert pulse.revision != before
-    assert backend.entries() == []
+    assert list(backend.entries()) == []
     assert announced(backend, "node").revision != before
     assert live_ids(target.connect()) == ["node"]

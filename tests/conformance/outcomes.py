@@ -19,6 +19,8 @@ NOT_RUN = pytest.StashKey[str]()
 """Why the kit could not try the clause of this test item."""
 
 FORMAT = 1
+SUITES = ("backend", "roster", "watch", "store", "handler", "torchrun")
+"""The books of clauses, each of which has a suite."""
 HOLDS, FAILS, DEVIATES, WITHOUT, UNDECLARED, NOT_TRIED = (
     "holds",
     "fails",
@@ -54,8 +56,8 @@ class Report:
 
     target: str
     endpoint: str = ""
-    server: str = ""
-    """Technology and version, as the server says."""
+    runs_on: str = ""
+    """What is behind it, and its version."""
     without: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)

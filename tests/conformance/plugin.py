@@ -16,13 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rdzv.conformance.outcomes import SUITES
+from rdzv.conformance.servers.options import add_options, options_of
+
 if TYPE_CHECKING:
     from rdzv.conformance.clauses import Clause
     from rdzv.conformance.outcomes import Outcome, Report
-    from rdzv.conformance.target import Target
+    from rdzv.conformance.servers.pool import ServerPool
+    from rdzv.conformance.target import Server, Target
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "rdzv.conformance"
+RUN = "rdzv-conformance-run"
+REASON_CHARACTERS_MAX = 400
+DEFAULT_SUITES = "backend,roster,watch,store,handler"
+TECHNOLOGY_OF_BACKEND = {
+    "redis": "redis",
+    "postgresql": "postgresql",
+    "mysql": "mysql",
+    "etcd-v3": "etcd",
+}
 
 for _path in HERE.glob("*.py"):
     # Before they are imported: their asserts are to tell what they compared.
@@ -48,11 +61,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="what the backend is not meant to do; may be given several times",
     )
+    group.addoption(
+        "--rdzv-suites",
+        metavar="NAME,...|all",
+        default=DEFAULT_SUITES,
+        help=f"of the mode without code: any of {', '.join(SUITES)} (default: {DEFAULT_SUITES}; "
+        "torchrun takes many minutes)",
+    )
     group.addoption("--rdzv-report", metavar="FILE.json", help="write what was found, as JSON")
+    add_options(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Run(config), "rdzv-conformance-run")
+    config.pluginmanager.register(_Run(config), RUN)
     asked = any(str(argument) == PACKAGE for argument in config.invocation_params.args)
     if asked and not config.getoption("--rdzv-backend"):
         raise pytest.UsageError(
@@ -69,21 +90,65 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if config.getoption("--rdzv-backend") else True
 
 
+def pool_of(config: pytest.Config) -> ServerPool:
+    """The test servers of this run."""
+    run = config.pluginmanager.get_plugin(RUN)
+    assert isinstance(run, _Run)
+    return run.pool
+
+
+@pytest.fixture(scope="session")
+def rdzv_servers(pytestconfig: pytest.Config) -> ServerPool:
+    """The test servers of this run, by technology."""
+    return pool_of(pytestconfig)
+
+
+def server_or_not_run(request: pytest.FixtureRequest, technology: str) -> Any:
+    """The technology's server. Where it cannot be had, the test of ``request`` is not run, which
+    the report says, and which fails the run if ``--rdzv-require`` names the technology."""
+    from rdzv.conformance.outcomes import NOT_RUN
+    from rdzv.conformance.servers.base import ServerUnavailable
+
+    try:
+        return pool_of(request.config).get(technology)
+    except ServerUnavailable as error:
+        request.node.stash[NOT_RUN] = f"{technology}: {error}"
+        pytest.skip(request.node.stash[NOT_RUN])
+
+
 def target_of(config: pytest.Config) -> Target:
     """What the command line names. Raises ``pytest.UsageError`` for what it gets wrong."""
     from rdzv.conformance.registered import RegisteredTarget
     from rdzv.errors import RendezvousSettingsError
 
     backend = config.getoption("--rdzv-backend")
+    endpoint: str = config.getoption("--rdzv-endpoint") or ""
+    server: Server | None = None
+    if not endpoint and backend in TECHNOLOGY_OF_BACKEND:
+        # A server of our own, which may be tormented.
+        server = pool_of(config).get(TECHNOLOGY_OF_BACKEND[backend])
+        endpoint = server.endpoint()
     try:
         return RegisteredTarget(
             backend,
-            config.getoption("--rdzv-endpoint") or "",
+            endpoint,
             _pairs("--rdzv-conf", config.getoption("--rdzv-conf").split(",")),
             _pairs("--rdzv-without", config.getoption("--rdzv-without")),
+            server,
         )
     except RendezvousSettingsError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def suites_of(config: pytest.Config) -> frozenset[str]:
+    """The suites that the mode without code is to run. Raises ``pytest.UsageError``."""
+    names = [name.strip() for name in config.getoption("--rdzv-suites").split(",")]
+    unknown = set(names) - {*SUITES, "all"}
+    if unknown:
+        raise pytest.UsageError(
+            f"--rdzv-suites: {', '.join(sorted(unknown))}: there are all, {', '.join(SUITES)}"
+        )
+    return frozenset(SUITES if "all" in names else names)
 
 
 def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
@@ -128,15 +193,48 @@ def problems_of_suite(suite: Any, xfail_is_strict: bool = False) -> list[str]:
 
 
 class _Run:
-    """What one run of pytest has found, by target."""
+    """What one run of pytest has found."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.reports: dict[str, Report] = {}
-        self._names: dict[tuple[Any, str], str] = {}
+        self._by_place: dict[tuple[Any, str], Report] = {}
+        """By suite and parameters: the target is known only once a test of them has run."""
+        self._pool: ServerPool | None = None
+
+    @property
+    def pool(self) -> ServerPool:
+        """Made when it is first asked for."""
+        if self._pool is None:
+            from rdzv.conformance.servers.pool import ServerPool
+
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            self._pool = ServerPool(self.config, terminal.write_line if terminal else None)
+        return self._pool
+
+    def _missing_servers(self) -> list[str]:
+        """Also where no test has asked for one: what is required is looked for."""
+        return self.pool.missing() if options_of(self.config).required else []
+
+    @property
+    def reports(self) -> list[Report]:
+        """One for each target."""
+        by_target: dict[str, Report] = {}
+        for report in self._by_place.values():
+            known = by_target.setdefault(report.target, report)
+            if known is not report:
+                known.outcomes = [*known.outcomes, *report.outcomes]
+                known.left_out = [*known.left_out, *report.left_out]
+        self._by_place = {(name, ""): report for name, report in by_target.items()}
+        return list(by_target.values())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen = suites_of(self.config)
+        items[:] = [
+            item
+            for item in items
+            if item.path.resolve().parent != HERE or chosen.issuperset(_suite_of(item).books)
+        ]
         suites = {suite for item in items if (suite := _suite_of(item)) is not None}
         strict = bool(self.config.getini("xfail_strict"))
         problems = [text for suite in suites for text in problems_of_suite(suite, strict)]
@@ -157,7 +255,7 @@ class _Run:
         clause = _clause_of(item)
         if clause is None:
             return test_report
-        outcome = _outcome_of(item, clause, test_report)
+        outcome = _outcome_of(item, clause, test_report, call)
         if outcome is None:
             return test_report
         outcomes = self._report_of(item).outcomes
@@ -170,37 +268,55 @@ class _Run:
     def _report_of(self, item: pytest.Item) -> Report:
         from rdzv.conformance.outcomes import Report, versions
 
-        place = (_suite_of(item), item.callspec.id if hasattr(item, "callspec") else "")
+        suite = _suite_of(item)
+        place = (suite, item.callspec.id if hasattr(item, "callspec") else "")
+        if place not in self._by_place:
+            self._by_place[place] = Report(suite.__name__, versions=versions())
+        report = self._by_place[place]
         target: Any = getattr(item, "funcargs", {}).get("target")
         if target is not None:
-            self._names[place] = target.name
-        name = self._names.get(place, place[0].__name__)
-        report = self.reports.setdefault(name, Report(name, versions=versions()))
-        if target is not None:
-            report.endpoint = target.endpoint
+            report.target, report.endpoint = target.name, target.endpoint
             report.without = dict(target.without)
             server = target.server
-            report.server = f"{server.technology} {server.version}" if server else ""
+            of_server = f"{server.technology} {server.version}" if server else ""
+            report.runs_on = target.runs_on or of_server
         return report
 
+    def pytest_report_header(self) -> list[str]:
+        return self.pool.header() if options_of(self.config).given else []
+
+    def pytest_unconfigure(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._missing_servers() and not session.exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         path = self.config.getoption("--rdzv-report")
         if path:
             from rdzv.conformance.outcomes import write
 
-            write(self.reports.values(), Path(path))
+            write(self.reports, Path(path))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        missing = self._missing_servers()
+        for name, reason in (self._pool.unavailable() if self._pool else {}).items():
+            terminalreporter.write_line(f"NOT RUN for want of {name}: {reason}", red=True)
+        for sentence in missing:
+            terminalreporter.write_line(f"FAILED {sentence}", red=True)
         # A run of many targets has the matrix for that; a run of one is read here.
-        if self.reports and self.config.getoption("--rdzv-backend"):
+        if self._by_place and self.config.getoption("--rdzv-backend"):
             from rdzv.conformance.show import show
 
-            show(self.reports.values(), terminalreporter)
+            show(self.reports, terminalreporter)
 
 
 def _outcome_of(
-    item: pytest.Item, clause: Clause, test_report: pytest.TestReport
+    item: pytest.Item,
+    clause: Clause,
+    test_report: pytest.TestReport,
+    call: pytest.CallInfo[None],
 ) -> Outcome | None:
     """What a phase of a test tells of its clause; None for one that tells nothing."""
     from rdzv.conformance.outcomes import (
@@ -225,7 +341,8 @@ def _outcome_of(
         reason = f"skipped by the side that is under test: {_skip_reason(test_report)}"
         test_report.outcome, test_report.longrepr, kind = "failed", reason, FAILS
     elif test_report.failed:
-        kind, reason = FAILS, str(test_report.longreprtext).strip().splitlines()[-1][:400]
+        error = call.excinfo.exconly() if call.excinfo else str(test_report.longreprtext)
+        kind, reason = FAILS, error.strip()[:REASON_CHARACTERS_MAX]
     else:
         kind = UNDECLARED if hasattr(test_report, "wasxfail") else HOLDS
     return Outcome(clause.id, kind, reason, round(test_report.duration, 3))

@@ -36,7 +36,7 @@ class RegisteredTarget(Target):
         server: Server | None = None,
         run_prefix: str | None = None,
     ) -> None:
-        self.name = backend
+        self.name = self._backend = backend
         self.server = server
         self.address = address_in(endpoint)
         self.endpoint = mask_secrets(endpoint)
@@ -58,7 +58,7 @@ class RegisteredTarget(Target):
 
     def recipe(self) -> tuple[str, dict[str, Any]] | None:
         return f"{__name__}:{RegisteredTarget.__name__}", {
-            "backend": self.name,
+            "backend": self._backend,
             "endpoint": self._current_endpoint(),
             "config": self._config,
             "without": self._given_without,
@@ -66,11 +66,11 @@ class RegisteredTarget(Target):
         }
 
     def torchrun_arguments(self, run_id: str) -> list[str] | None:
-        if ":" in self.name:
+        if ":" in self._backend:
             return None
         config = ",".join(f"{key}={value}" for key, value in self._config.items())
         return [
-            f"--rdzv-backend={self.name}",
+            f"--rdzv-backend={self._backend}",
             f"--rdzv-endpoint={self._current_endpoint()}",
             f"--rdzv-id={self._run_prefix}{run_id}",
             *([f"--rdzv-conf={config}"] if config else []),
@@ -84,21 +84,22 @@ class RegisteredTarget(Target):
 
     def _open(self, run_id: str) -> tuple[Any, Any]:
         params = RendezvousParameters(
-            backend=self.name,
+            backend=self._backend,
             endpoint=self._current_endpoint(),
             run_id=self._run_prefix + run_id,
             min_nodes=1,
             max_nodes=1,
             **self._config,
         )
-        if ":" in self.name:
-            made = _load(self.name)(params)
+        if ":" in self._backend:
+            made = _load(self._backend)(params)
             opened = made if isinstance(made, tuple) else (made, None)
         else:
             opened = registry.open_backend(params)
         if not isinstance(opened[0], RendezvousBackend):
+            kind = type(opened[0]).__name__
             raise RendezvousSettingsError(
-                f"{self.name} returned {type(opened[0]).__name__}, which is no RendezvousBackend."
+                f"{self._backend} returned {kind}, which is no RendezvousBackend."
             )
         self._made += [part for part in opened if part is not None]
         return opened

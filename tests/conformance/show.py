@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from rdzv.conformance.outcomes import FAILS, HOLDS, MEANINGS, Report
+from rdzv.conformance.outcomes import FAILS, HOLDS, MEANINGS, SUITES, Report
 
 COLUMNS_MAX = 120
 
@@ -30,7 +30,7 @@ def as_text(report: Report, columns: int) -> str:
     table = Table("suite", "clauses about", *MEANINGS)
     for (book, group), counts in report.counts().items():
         table.add_row(book, group, *(str(counts[kind] or "") for kind in MEANINGS))
-    about = [report.endpoint, report.server, *(f"{k} {v}" for k, v in report.versions.items())]
+    about = [report.endpoint, report.runs_on, *(f"{k} {v}" for k, v in report.versions.items())]
     console.print(escape(", ".join(filter(None, about))))
     console.print(table)
     for kind in MEANINGS:
@@ -43,6 +43,9 @@ def as_text(report: Report, columns: int) -> str:
             console.print(f"  {escape(sentence)}: {escape(one.reason)}")
     if report.left_out:
         console.print(f"[bold]left out by selection[/bold]: {len(report.left_out)} clauses")
+    missing = [name for name in SUITES if all(book != name for book, _ in report.counts())]
+    if missing:
+        console.print(f"[bold]not chosen[/bold] (--rdzv-suites): {', '.join(missing)}")
     tried = [one for one in report.outcomes if one.outcome == HOLDS]
     failed = [one for one in report.outcomes if one.outcome == FAILS]
     console.print(f"{len(tried)} clauses hold, {len(failed)} fail.")

@@ -31,7 +31,11 @@ import pytest
 # Importing the modules fills the books.
 from rdzv.conformance import (
     backend_cases,  # noqa: F401
+    concurrency_cases,  # noqa: F401
+    fault_cases,  # noqa: F401
+    handler_cases,  # noqa: F401
     store_cases,  # noqa: F401
+    torchrun_cases,  # noqa: F401
 )
 from rdzv.conformance.capabilities import problems_of
 from rdzv.conformance.clauses import BOOKS, Clause
@@ -80,14 +84,24 @@ def no_thread_is_left(target: Target) -> Iterator[None]:
 
 
 class Suite:
-    """The base of all suites: makes a test of every clause in the books that it is given."""
+    """The base of all suites: makes a test of every clause in the books that it is given, or in
+    the given groups of them."""
 
     clauses: tuple[Clause, ...] = ()
+    books: tuple[str, ...] = ()
 
-    def __init_subclass__(cls, books: tuple[str, ...] = (), **rest: Any) -> None:
+    def __init_subclass__(
+        cls, books: tuple[str, ...] = (), groups: tuple[str, ...] = (), **rest: Any
+    ) -> None:
         super().__init_subclass__(**rest)
         if books:
-            cls.clauses = tuple(clause for name in books for clause in BOOKS.get(name, ()))
+            cls.books = books
+            cls.clauses = tuple(
+                clause
+                for name in books
+                for clause in BOOKS.get(name, ())
+                if not groups or clause.group in groups
+            )
             for clause in cls.clauses:
                 setattr(cls, f"test_{clause.name}", _test_of(clause))
 
@@ -111,6 +125,40 @@ class WatchSuite(Suite, books=("watch",)):
 
 class StoreSuite(Suite, books=("store",)):
     """A ``torch.distributed.Store``, as torch itself uses one."""
+
+
+class HandlerSuite(Suite, books=("handler",)):
+    """rdzv's handler on the backend, in real time: the barrier, its members, their loss, closing;
+    and torch's own handler. It takes about a minute."""
+
+
+class TorchrunSuite(Suite, books=("torchrun",)):
+    """Training jobs under torchrun, with real agents that are really killed. The group ``torchrun
+    smoke`` takes about a minute, all of them about five."""
+
+
+def marked(mark: pytest.MarkDecorator, *groups: str) -> Callable[[type[S]], type[S]]:
+    """A class decorator: the clauses of these groups get a mark, for instance
+    ``pytest.mark.full``. They are the same clauses, and no deviations."""
+
+    def declare(suite: type[S]) -> type[S]:
+        for clause in suite.clauses:
+            if clause.group in groups:
+                setattr(suite, f"test_{clause.name}", mark(_copy_of(suite, clause)))
+        return suite
+
+    return declare
+
+
+def _copy_of(suite: type[Suite], clause: Clause) -> Callable[..., None]:
+    """The suite's test, as a function of its own: marks are kept on functions."""
+    test = getattr(suite, f"test_{clause.name}")
+
+    @functools.wraps(test)
+    def copy(self: Suite, target: Target, request: pytest.FixtureRequest) -> None:
+        test(self, target, request)
+
+    return copy
 
 
 def deviates(name: str, reason: str, *, run: bool = True) -> Callable[[type[S]], type[S]]:

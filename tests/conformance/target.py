@@ -26,6 +26,8 @@ CONTROLS = {
     "pause": "stop the server's process and let it go on (Target.server)",
     "restart": "kill the server's process and start it again, with its data (Target.server)",
     "empty_restart": "kill the server's process and start it again without data (Target.server)",
+    "real_time": "let its clock go on with this machine's (Target.real_time)",
+    "torchrun": "meet under torchrun by a registered name (Target.torchrun_arguments)",
 }
 """What a clause may do to the server or to the way to it; the text ends "it takes a way to"."""
 
@@ -42,6 +44,10 @@ class Server(ABC):
     @abstractmethod
     def address(self) -> tuple[str, int]:
         """Host and port; the same after a restart."""
+
+    def cannot(self, control: str) -> str:
+        """Why it is not to be paused or restarted (see ``CONTROLS``); "" where it is."""
+        return ""
 
     @abstractmethod
     def pause(self) -> None:
@@ -74,8 +80,13 @@ class Target(ABC):
     call_seconds_max: float = 15.0
     """Within so many seconds every call returns or raises, whatever happens to the server, beyond
     the time that the call itself was told to wait."""
+    real_time: bool = True
+    """Whether its clock is one that goes on by itself, as handlers need it; False where only
+    :meth:`let_pass` moves it."""
     recovery_seconds_max: float = 15.0
     """So long after the server is back calls may still fail."""
+    runs_on: str = ""
+    """What is behind it, with the version that it gives itself; by default the server's."""
     server: Server | None = None
     """The server process, where the kit may stop and kill it."""
     address: tuple[str, int] | None = None
@@ -116,6 +127,8 @@ class Target(ABC):
 
     def cannot(self, control: str) -> str:
         """Why the kit cannot do this to it; "" where it can."""
+        if control in ("pause", "restart", "empty_restart") and self.server is not None:
+            return self.server.cannot(control)
         able = {
             "wipe": type(self).wipe is not Target.wipe,
             "processes": self.recipe() is not None,
@@ -123,6 +136,8 @@ class Target(ABC):
             "pause": self.server is not None,
             "restart": self.server is not None,
             "empty_restart": self.server is not None,
+            "real_time": self.real_time,
+            "torchrun": self.torchrun_arguments("probe") is not None,
         }
         return "" if able[control] else f"it takes a way to {CONTROLS[control]}"
 

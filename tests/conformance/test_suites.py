@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from rdzv.conformance.plugin import target_of
-from rdzv.conformance.suites import BackendSuite, RosterSuite, StoreSuite, WatchSuite
+from rdzv.conformance.suites import (
+    BackendSuite,
+    HandlerSuite,
+    RosterSuite,
+    StoreSuite,
+    TorchrunSuite,
+    WatchSuite,
+)
 from rdzv.conformance.target import Target
 
 
@@ -32,4 +39,12 @@ class TestWatch(_Named, WatchSuite):
 
 
 class TestStore(_Named, StoreSuite):
+    pass
+
+
+class TestHandler(_Named, HandlerSuite):
+    pass
+
+
+class TestTorchrun(_Named, TorchrunSuite):
     pass

@@ -1,47 +1,34 @@
-"""Fixtures: a backend to run on, and jobs on it whose processes end with the test."""
+"""Fixtures: SQLite, as torchrun's users choose it."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from .harness import Job, Target
+from rdzv.conformance.registered import RegisteredTarget
+from rdzv.conformance.target import Target
 
 
-def sqlite_target(folder: Path) -> Target:
-    path = folder / "rdzv.db"
+class SqliteTarget(RegisteredTarget):
+    """By its registered name; a wipe loses all rows."""
 
-    def wipe() -> None:
-        with closing(sqlite3.connect(path, timeout=30.0)) as connection, connection:
+    def __init__(self, path: Path) -> None:
+        super().__init__("sqlite", str(path))
+        self._path = path
+
+    def wipe(self) -> None:
+        with closing(sqlite3.connect(self._path, timeout=30.0)) as connection, connection:
             rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             for (name,) in rows.fetchall():
                 connection.execute(f'DELETE FROM "{name}"')
 
-    return Target("sqlite", str(path), wipe)
-
-
-TARGETS: dict[str, Callable[[Path], Target]] = {"sqlite": sqlite_target}
-
-
-@pytest.fixture(params=list(TARGETS))
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
-    return TARGETS[request.param](tmp_path)
-
 
 @pytest.fixture
-def new_job(target: Target, tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Makes jobs on the backend under test; takes what Job takes after its folder."""
-    jobs: list[Job] = []
-
-    def make(nnodes: str, **options: object) -> Job:
-        job = Job(target, tmp_path / f"job-{len(jobs)}", nnodes, **options)  # type: ignore[arg-type]
-        jobs.append(job)
-        return job
-
-    yield make
-    for job in jobs:
-        job.close()
+def target(tmp_path: Path) -> Iterator[Target]:
+    target = SqliteTarget(tmp_path / "rdzv.db")
+    yield target
+    target.close()

@@ -13,8 +13,10 @@ from types import ModuleType
 
 import pytest
 
-from .harness import EXAMPLE
+from rdzv.conformance.target import Target
+from rdzv.conformance.torchrun_kit import Agent, Job
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
 DEMO = EXAMPLE.with_name("demo.py")
 DEMO_LIMIT_SECONDS = 120
 
@@ -38,6 +40,26 @@ def test_an_epoch_sees_every_sample_once_in_the_same_batches(world_size: int) ->
         together = [index for share in shares for index in share[step].tolist()]
         assert sorted(together) == sorted(batch.tolist())
     assert sorted(index for batch in alone for index in batch.tolist()) == list(range(samples))
+
+
+def test_workers_of_the_example_end_with_an_agent_that_is_killed(
+    target: Target, tmp_path: Path
+) -> None:
+    def example(agent: Agent) -> list[str]:
+        return [
+            str(EXAMPLE),
+            f"--progress-file={agent.progress_path}",
+            f"--checkpoint-dir={tmp_path / 'checkpoints'}",
+            "--step-delay-seconds=0.05",
+            "--epochs=10000",
+        ]
+
+    with Job(target, "1:1", program=example) as job:
+        agent = job.start("only")
+        job.wait_for_world(agent)
+        assert agent.worker_pids()
+        agent.kill_agent()
+        job.wait_until("the orphaned worker ends", lambda: not agent.worker_pids(), 5.0)
 
 
 @pytest.mark.full

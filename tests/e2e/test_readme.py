@@ -6,9 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
-from .harness import HERE, Agent, Job, Target
+from rdzv.conformance.target import Target
+from rdzv.conformance.torchrun_kit import Job
 
-README = HERE.parents[1] / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 SCRIPT = "train.py"
 ENDPOINT = "/tmp/rdzv.db"
 
@@ -24,21 +25,13 @@ def _options() -> list[str]:
     return options
 
 
-def test_the_same_command_on_two_nodes_makes_one_world(tmp_path: Path) -> None:
-    endpoint = tmp_path / "rdzv.db"
+def test_the_same_command_on_two_nodes_makes_one_world(target: Target, tmp_path: Path) -> None:
+    endpoint = tmp_path / "readme.db"
     options = [option.replace(ENDPOINT, str(endpoint)) for option in _options()]
-    folder = tmp_path / "job"
-    job = Job(Target("sqlite", str(endpoint), wipe=lambda: None), folder, "1:2")
-    try:
+    with Job(target, "1:2") as job:
         for name in ("first", "second"):
-            agent = Agent(name, folder)
-            job.agents.append(agent)
-            worker = [str(HERE / "worker.py"), "--collective", f"--stop-file={folder / 'stop'}"]
-            script = [*worker, f"--progress-file={agent.progress_path}"]
-            agent.start(options, script, traced=False, fault="")
+            job.launch(name, options)
         world = job.wait_for_world(*job.agents)
         assert len(world.agents) == 2
         job.finish(*job.agents)
-    finally:
-        job.close()
     assert endpoint.exists()

@@ -20,6 +20,7 @@ class SqliteTarget(Target):
     """A database file; ``wipe`` loses its rows, or the file itself."""
 
     name = "sqlite"
+    runs_on = f"SQLite {sqlite3.sqlite_version}"
     short_ttl_seconds = 0.3
 
     def __init__(self, path: Path, lose_file: bool = False) -> None:

@@ -23,6 +23,8 @@ class MemoryTarget(Target):
     """On a clock that the clauses move."""
 
     name = "memory"
+    real_time = False
+    runs_on = "one process"
     short_ttl_seconds = 5.0
     without = MappingProxyType(
         dict.fromkeys(["durable", "processes"], "it is this process's memory")
@@ -32,13 +34,14 @@ class MemoryTarget(Target):
         self.now = 1000.0
         self.space = MemorySpace(lambda: self.now)
         self.client = MemoryClient()
+        self.clients = {"job": self.client}
         self.made: list[Any] = []
 
     def connect(self, run_id: str = "job") -> MemoryBackend:
         return MemoryBackend(self.space, run_id)
 
     def store(self, run_id: str = "job") -> Any:
-        store = MemoryStore(self.client)
+        store = MemoryStore(self.clients.setdefault(run_id, MemoryClient()))
         self.made.append(store)
         return store
 

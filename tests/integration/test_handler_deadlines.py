@@ -34,7 +34,6 @@ from .handler_kit import (
     Stopwatch,
     TroubledBackend,
     backend_of,
-    document_round,
     join_all,
     results,
     start_troubled,
@@ -250,7 +249,7 @@ def test_a_wipe_while_the_round_is_set_up_sends_nobody_round_again() -> None:
             )
             before = nodes[0].state.round_id
             job.space.wipe()
-            wait_until("the document is back", lambda: document_round(job) == before)
+            wait_until("the document is back", lambda: job.document_round == before)
             slow.set()
             results(nodes, joins)
             assert nodes[0].state.round_id == before

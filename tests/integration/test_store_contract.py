@@ -79,6 +79,7 @@ QUEUES = (
     "a_push_releases_one_who_pops",
     "every_value_is_popped_once",
     "check_and_wait_see_queues_and_keys_do_not",
+    "pushes_and_pops_of_threads_have_one_order",
 )
 TIMEOUTS = (
     "get_of_a_missing_key_times_out",
@@ -93,6 +94,14 @@ TIMEOUTS = (
 COUNTERS_WRAP = {"add_beyond_64_bits_raises_and_changes_nothing": ("its counters wrap", TRIED)}
 TCP = {
     **COUNTERS_WRAP,
+    **dict.fromkeys(
+        (
+            "sets_and_gets_of_threads_have_one_order",
+            "pushes_and_pops_of_threads_have_one_order",
+            "appends_of_threads_have_one_order",
+        ),
+        ("its server answers none of these, so what follows may come first", NOT_TRIED),
+    ),
     "a_write_is_seen_by_all_once_it_returns": (
         "a TCPStore's server does not answer a set, so others may come first",
         NOT_TRIED,
@@ -106,6 +115,7 @@ FILE = {
     **COUNTERS_WRAP,
     **dict.fromkeys(QUEUES, ("FileStore has no queues", TRIED)),
     "delete_key_tells_whether_there_was_one": ("FileStore says True of any key", TRIED),
+    "deletes_of_threads_have_one_order": ("FileStore says True of any key", TRIED),
     "append_of_what_is_there_doubles_it": ("its append loses what is there already", TRIED),
     "appends_from_many_threads_all_stay": (
         "its append loses what others append at the same time",
@@ -124,6 +134,7 @@ PYTHON_BEHIND_PREFIX = dict.fromkeys(
 # Ours: the plain ones stand in test_conformance
 
 
+@pytest.mark.full
 class TestPollingStore(StoreSuite):
     target = fixture(lambda folder: polling_store())
 
@@ -137,11 +148,13 @@ class TestPrefixOfMemory(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(memory(folder), "PrefixStore", nested_prefix))
 
 
+@pytest.mark.full
 @all_of(PYTHON_BEHIND_PREFIX)
 class TestPrefixOfSqlite(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(sqlite(folder), "PrefixStore", nested_prefix))
 
 
+@pytest.mark.full
 class TestNamespaceOfMemory(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(memory(folder), "namespace", namespace))
 
@@ -154,6 +167,7 @@ class TestRoundStoreOfMemory(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(memory(folder), "RoundStore", round_store))
 
 
+@pytest.mark.full
 class TestRoundStoreOfSqlite(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(sqlite(folder), "RoundStore", round_store))
 
@@ -208,16 +222,19 @@ class TestTcpStore(StoreSuite):
 # Our layer over torch's stores mends most of it
 
 
+@pytest.mark.full
 @all_of(COUNTERS_WRAP)
 class TestRoundStoreOfHashStore(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(hash_store(), "RoundStore", round_store))
 
 
+@pytest.mark.full
 @all_of(FILE)
 class TestRoundStoreOfFileStore(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(file_store(folder), "RoundStore", round_store))
 
 
+@pytest.mark.full
 @all_of(TCP)
 class TestRoundStoreOfTcpStore(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(tcp_store(), "RoundStore", round_store))

@@ -28,6 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_OURS = ("build", "dist")
 RUN_DEADLINE_SECONDS = 60
 
+EXAMPLES = {"http"}
+"""Backends of examples: tests/integration/test_third_party.py runs torchrun with them."""
+RUN_AS_A_WHOLE = "docs/writing-a-backend.md"
+"""tests/integration/test_writing_a_backend.py does, with the backend that it is about."""
 WITHOUT_DOCUMENTATION = {
     "heartbeat_timeout": "torch's name, accepted for its users; nothing of ours waits for it",
     "is_host": "of a backend that is yet to come",
@@ -139,7 +143,9 @@ def test_files_that_are_named_exist(page: Page) -> None:
             r"(?:backends|benchmarks|docs|examples|handler|stores|tests)/[\w./]*", code
         ):
             assert (ROOT / code).exists(), f"{page.name} names {code}"
-    for module in set(re.findall(r"(?<![/\w])[a-z_]+\.py\b", page.text)) - {"train.py"}:
+    beside = {path.name for path in page.path.parent.rglob("*.py")}
+    theirs = {"train.py", *re.findall(r"<!-- file: (\S+) -->", page.text), *beside}
+    for module in set(re.findall(r"(?<![/\w])[a-z_]+\.py\b", page.text)) - theirs:
         assert (ROOT / "handler" / module).exists(), f"{page.name} names {module}"
 
 
@@ -194,7 +200,7 @@ def test_times_in_sentences() -> None:
 def test_torchrun_commands_can_work(caplog: pytest.LogCaptureFixture) -> None:
     commands = _commands("torchrun")
     assert len(commands) >= 3
-    built = {known.name for known in known_backends() if known.factory}
+    built = {known.name for known in known_backends() if known.factory} | EXAMPLES
     for command in commands:
         given = get_args_parser().parse_args(command)
         assert given.rdzv_backend in built, f"torchrun {shlex.join(command)}"
@@ -214,9 +220,14 @@ def test_torchrun_commands_can_work(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_backends_that_are_named_exist() -> None:
-    names = {known.name for known in known_backends()}
+    names = {known.name for known in known_backends()} | EXAMPLES | {"NAME"}
     pattern = r"--(?:rdzv-)?backend[= ]([\w-]+)"
-    found = [name for page in PAGES for name in re.findall(pattern, page.text)]
+    found = [
+        name
+        for page in PAGES
+        if page.name != RUN_AS_A_WHOLE
+        for name in re.findall(pattern, page.text)
+    ]
     assert len(found) >= 4
     assert set(found) <= names
 
@@ -249,7 +260,12 @@ def test_make_targets_exist() -> None:
 
 # Python
 
-PYTHON_BLOCKS = [(page.name, block) for page in FOR_USERS for block in page.blocks("python")]
+PYTHON_BLOCKS = [
+    (page.name, block)
+    for page in FOR_USERS
+    for block in page.blocks("python")
+    if page.name != RUN_AS_A_WHOLE or "<!-- file:" not in page.text.partition(block)[0][-60:]
+]
 TIES_TO_PARENT = [block for _, block in PYTHON_BLOCKS if "PR_SET_PDEATHSIG" in block]
 WORKER = """
 import os, sys

@@ -28,7 +28,7 @@ else:
     import tomli as tomllib
 
 NAMES = {"redis", "sql", "postgresql", "mysql", "sqlite", "etcd-v3", "tcpstore", "filestore"}
-BUILT = {"sql", "sqlite"}
+BUILT = {"redis", "sql", "sqlite"}
 
 MEMORY = """
 import torch.distributed as dist
@@ -205,7 +205,6 @@ def test_a_factory_that_returns_something_else(install: Install, returned: str, 
 @pytest.mark.parametrize(
     ("backend", "module", "extra"),
     [
-        ("redis", "redis.asyncio", "redis"),
         ("postgresql", "psycopg", "postgresql"),
         ("mysql", "pymysql", "mysql"),
         ("etcd-v3", "google.protobuf", "etcd"),
@@ -225,20 +224,32 @@ def test_a_missing_driver_names_the_extra(
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
+@pytest.mark.parametrize(("backend", "driver", "extra"), [("redis", "redis", "redis")])
+def test_our_own_backends_name_the_extra(
+    monkeypatch: pytest.MonkeyPatch, backend: str, driver: str, extra: str
+) -> None:
+    for name in list(sys.modules):
+        if name.startswith(("rdzv.backends.", "rdzv.stores.")) and driver in name:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, driver, None)
+    with pytest.raises(RendezvousSettingsError, match=rf"pip install 'rdzv\[{extra}\]'"):
+        create(parameters(backend, "127.0.0.1:1"))
+
+
 @pytest.mark.parametrize(
     "error",
     [
         "ModuleNotFoundError('No module named thirdparty.x', name='thirdparty.x')",
         "ModuleNotFoundError('nameless')",
         "ModuleNotFoundError('another driver', name='psycopg')",
-        "ImportError('no pq wrapper', name='redis')",
+        "ImportError('no pq wrapper', name='pymysql')",
         "AttributeError('a bug')",
     ],
 )
 def test_no_other_error_of_a_package_is_hidden(install: Install, error: str) -> None:
-    install("redis", f"raise {error}\n")
+    install("mysql", f"raise {error}\n")
     with pytest.raises((ImportError, AttributeError)) as caught:
-        create(parameters("redis"))
+        create(parameters("mysql"))
     assert repr(caught.value) == repr(eval(error))
     assert caught.value.__cause__ is None
 

@@ -1,18 +1,19 @@
-"""torchrun, with eyes and faults: what a test needs to see of an agent, and to do to it.
+"""torchrun, with eyes and faults: what a clause needs to see of an agent, and to do to it.
 
 Runs torchrun's own ``main`` in this process. The environment says what besides:
 
-``RDZV_E2E_TRACE``  a file that gets a JSON line for each thing below. Times are time.time(): all
-                    agents of a test share this machine's clock.
+``RDZV_TORCHRUN_TRACE``  a file that gets a JSON line for each thing below. Times are time.time():
+                    all agents of a clause share this machine's clock.
     ``joining``     next_rendezvous() was called
     ``joined``      it returned, with rank, world size, and the place in which this agent added to
                     a counter in the round's store: 1..world size, if no older key is visible
     ``join_failed`` it raised
+    ``announced``   the backend has taken the node's entry
     ``waiting``     num_nodes_waiting() turned positive between ``earliest`` and ``time``
     ``confirming``  the node is about to write an entry that names a round as confirmed
 
-``RDZV_E2E_FAULT``  ``kill_before_confirm``: the agent kills itself when it is about to confirm its
-                    first proposal, so after the round was frozen and before it can be final.
+``RDZV_TORCHRUN_FAULT``  ``kill_before_confirm``: the agent kills itself when it is about to confirm
+                    its first proposal, so after the round was frozen and before it can be final.
 
 Only torch's interface and ``rdzv.ports`` are patched, so this works with every backend.
 """
@@ -36,18 +37,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main
 
+from rdzv.conformance.torchrun_kit import FAULT_VARIABLE, KILL_BEFORE_CONFIRM, TRACE_VARIABLE
 from rdzv.ports import Entry, Pulse, Question, Roster
 
 POLL_SECONDS = 0.005
-COUNTER_KEY = "e2e/arrived"
-
-TRACE_PATH = Path(os.environ["RDZV_E2E_TRACE"])
-FAULT = os.environ.get("RDZV_E2E_FAULT", "")
+COUNTER_KEY = "rdzv-conformance/arrived"
 
 
 def trace(event: str, **values: Any) -> None:
+    """Write a line."""
     line = json.dumps({"event": event, "time": time.time(), **values})
-    with TRACE_PATH.open("a") as file:
+    with Path(os.environ[TRACE_VARIABLE]).open("a") as file:
         file.write(line + "\n")
 
 
@@ -66,9 +66,10 @@ def _watched_announce(announce: Any) -> Any:
     def watched(self: Roster, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
         if entry.round_label:
             trace("confirming", round_label=entry.round_label)
-        if entry.round_label and FAULT == "kill_before_confirm":
+        if entry.round_label and os.environ.get(FAULT_VARIABLE) == KILL_BEFORE_CONFIRM:
             os.kill(os.getpid(), signal.SIGKILL)
         answer: Pulse = announce(self, entry, ttl_seconds, question)
+        trace("announced")
         return answer
 
     return watched
@@ -112,6 +113,7 @@ def _poll(handler: Any, running: threading.Event) -> None:
 
 
 def watch_registry() -> None:
+    """Watch every handler that torch makes from now on."""
     registry = rendezvous_handler_registry
     create_handler = registry.create_handler
 

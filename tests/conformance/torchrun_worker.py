@@ -3,6 +3,11 @@
 With ``--collective`` it is a member of a gloo group that reduces all the time, as training does:
 it dies of a peer that dies, and hangs with a peer that hangs. Without, it imports no torch and
 notices nothing of its peers.
+
+    torchrun ... -m rdzv.conformance.torchrun_worker --progress-file=FILE --stop-file=FILE
+
+The progress file gets a JSON line for each of ``started``, ``ready`` (it is a member of its group),
+``step`` and ``finished``, with the worker's place in the world.
 """
 
 from __future__ import annotations
@@ -39,10 +44,12 @@ def collective_group() -> Iterator[Callable[[bool], bool]]:
 
 @contextmanager
 def no_group() -> Iterator[Callable[[bool], bool]]:
+    """As :func:`collective_group`, of one member."""
     yield lambda mine: mine
 
 
 def main() -> None:
+    """Run until a file appears, or for too long."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--progress-file", type=Path, required=True)
     parser.add_argument("--stop-file", type=Path, required=True)

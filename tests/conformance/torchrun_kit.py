@@ -1,9 +1,13 @@
-"""Real torchrun agents on this machine, and what a test does to them.
+"""Real torchrun agents on this machine, and what a clause does to them.
 
 A node is an agent with its workers. All of a node's processes carry a marker in their environment,
-by which they are found whatever session or parent they have.
+by which they are found, under ``/proc``, whatever session or parent they have.
 
-Nothing here sleeps for a fixed time: :func:`wait_until` polls a condition and has a deadline.
+Rules:
+
+* A lost node means its agent *and* its workers: a killed agent leaves its workers running.
+* Nothing here sleeps for a fixed time: :func:`wait_until` polls a condition and has a deadline.
+* Every process of a job has ended when its block has.
 """
 
 from __future__ import annotations
@@ -14,20 +18,29 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rdzv.conformance.clauses import Function, book
+from rdzv.conformance.target import Target
+
 T = TypeVar("T")
 Line = dict[str, Any]
+Program = Callable[["Agent"], Sequence[str]]
+"""What an agent is to start, as torchrun takes it: a script or ``-m`` and a module, and its
+arguments. It writes a progress file as :mod:`rdzv.conformance.torchrun_worker` does."""
 
-HERE = Path(__file__).resolve().parent
-EXAMPLE = HERE.parents[1] / "examples" / "train_digits.py"
-MARKER = "RDZV_E2E_NODE"
+MARKER = "RDZV_TORCHRUN_NODE"
+TRACE_VARIABLE = "RDZV_TORCHRUN_TRACE"
+FAULT_VARIABLE = "RDZV_TORCHRUN_FAULT"
+KILL_BEFORE_CONFIRM = "kill_before_confirm"
+"""What the launcher reads from its environment."""
 POLL_SECONDS = 0.05
 LOG_TAIL_LINES = 25
 
@@ -41,20 +54,29 @@ CONFIGURATION = {
     "last_call_timeout": "1",
     "join_timeout": "60",
 }
+RESTARTS_WITHOUT_CLOCK = 3
+"""Where no backend tells how old a change is, agents act on it one after another, and who is late
+finds its workers failed by those of its peers."""
 
-START_DEADLINE_SECONDS = 45.0
 CHANGE_DEADLINE_SECONDS = 45.0
 EXIT_DEADLINE_SECONDS = 45.0
 
 
-@dataclass(frozen=True)
-class Target:
-    """A backend under test: what torchrun is told, and how its data are lost."""
-
-    backend: str
-    endpoint: str
-    wipe: Callable[[], None]
-    configuration: dict[str, str] = field(default_factory=dict)
+def torchrun_book(
+    group: str,
+    *,
+    needs: tuple[str, ...] = (),
+    controls: tuple[str, ...] = (),
+    timeout_seconds: float = 180.0,
+) -> Callable[[Function], Function]:
+    """:func:`rdzv.conformance.clauses.book` for clauses that start torchrun."""
+    return book(
+        "torchrun",
+        group,
+        needs=needs,
+        controls=("torchrun", *controls),
+        timeout_seconds=timeout_seconds,
+    )
 
 
 @dataclass(frozen=True)
@@ -120,9 +142,15 @@ class Agent:
         return self.name
 
     def start(
-        self, options: Sequence[str], script: Sequence[str], *, traced: bool, fault: str
+        self,
+        options: Sequence[str],
+        program: Sequence[str],
+        *,
+        traced: bool = False,
+        fault: str = "",
     ) -> None:
-        launcher = ["-m", "torch.distributed.run"]
+        """``traced`` and ``fault``: see :mod:`rdzv.conformance.torchrun_launcher`."""
+        launcher = "torch.distributed.run"
         environment = {
             **os.environ,
             MARKER: self._marker,
@@ -130,11 +158,12 @@ class Agent:
             "OMP_NUM_THREADS": "1",
         }
         if traced or fault:
-            launcher = [str(HERE / "launcher.py")]
-            environment |= {"RDZV_E2E_TRACE": str(self._trace_path), "RDZV_E2E_FAULT": fault}
+            launcher = "rdzv.conformance.torchrun_launcher"
+            environment[TRACE_VARIABLE] = str(self._trace_path)
+            environment[FAULT_VARIABLE] = fault
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *launcher, *options, *script],
+                [sys.executable, "-m", launcher, *options, *program],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -159,6 +188,11 @@ class Agent:
     def progress(self) -> list[Line]:
         """What its workers have reported, oldest first."""
         return read_lines(self.progress_path)
+
+    @property
+    def workers_started(self) -> int:
+        """How many workers it has had."""
+        return [line["event"] for line in self.progress()].count("started")
 
     def trace(self, event: str) -> list[Line]:
         """What the launcher saw the handler do; for agents that were started ``traced``."""
@@ -238,31 +272,42 @@ class Agent:
 
 
 class Job:
-    """The agents of one run id on one backend."""
+    """The agents of one run id on a target. Without ``program`` they train as
+    :mod:`rdzv.conformance.torchrun_worker` does. Every agent that it has started has ended, with
+    its workers, when its block ends."""
 
     def __init__(
         self,
         target: Target,
-        folder: Path,
         nnodes: str,
         *,
-        max_restarts: int = 0,
-        run_id: str = "e2e",
+        max_restarts: int | None = None,
+        run_id: str = "job",
         collective: bool = True,
-        example_epochs: int | None = None,
+        program: Program | None = None,
         **configuration: str,
     ) -> None:
         self.agents: list[Agent] = []
         self._target = target
-        self._folder = folder
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._stop_path = folder / "stop"
+        self._scratch = tempfile.TemporaryDirectory(prefix="rdzv-torchrun-")
+        self.folder = Path(self._scratch.name)
+        self._stop_path = self.folder / "stop"
         self._nnodes = nnodes
-        self._max_restarts = max_restarts
         self._run_id = run_id
         self._collective = collective
-        self._example_epochs = example_epochs
-        self._configuration = {**CONFIGURATION, **target.configuration, **configuration}
+        self._program = program or self.worker
+        self._configuration = {**CONFIGURATION, **configuration}
+        if max_restarts is None:
+            max_restarts = RESTARTS_WITHOUT_CLOCK if "server_clock" in target.without else 0
+        self._max_restarts = max_restarts
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.kill_node()
+        self._scratch.cleanup()
 
     def start(
         self,
@@ -275,31 +320,58 @@ class Job:
     ) -> Agent:
         """Start a node; what is given here overrides the job's settings for it alone."""
         restarts = self._max_restarts if max_restarts is None else max_restarts
-        pairs = {**self._configuration, **configuration}
         options = [
             f"--nnodes={self._nnodes}",
             "--nproc-per-node=1",
             f"--max-restarts={restarts}",
-            f"--rdzv-id={self._run_id}",
-            f"--rdzv-backend={self._target.backend}",
-            f"--rdzv-endpoint={self._target.endpoint}",
-            "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in pairs.items()),
-            f"--log-dir={self._folder / 'torchrun'}",
+            *self._meeting_place({**self._configuration, **configuration}),
+            f"--log-dir={self.folder / 'torchrun'}",
         ]
-        agent = Agent(name, self._folder)
+        return self.launch(name, options, traced=traced, fault=fault)
+
+    def launch(self, name: str, options: Sequence[str], **how: Any) -> Agent:
+        """Start a node with these options of torchrun and no others."""
+        agent = Agent(name, self.folder)
         self.agents.append(agent)
-        agent.start(options, self._script(agent), traced=traced, fault=fault)
+        agent.start(options, self._program(agent), **how)
         return agent
 
-    def _script(self, agent: Agent) -> list[str]:
-        progress = f"--progress-file={agent.progress_path}"
-        if self._example_epochs is not None:
-            folder = f"--checkpoint-dir={self._folder / 'checkpoints'}"
-            delay = "--step-delay-seconds=0.05"
-            return [str(EXAMPLE), progress, folder, delay, f"--epochs={self._example_epochs}"]
-        options = ["--collective"] if self._collective else []
-        worker = str(HERE / "worker.py")
-        return [worker, progress, f"--stop-file={self._stop_path}", *options]
+    def worker(self, agent: Agent) -> list[str]:
+        """The kit's own program for this agent."""
+        return [
+            *("-m", "rdzv.conformance.torchrun_worker"),
+            f"--progress-file={agent.progress_path}",
+            f"--stop-file={self._stop_path}",
+            *(["--collective"] if self._collective else []),
+        ]
+
+    def _meeting_place(self, configuration: dict[str, str]) -> list[str]:
+        arguments = self._target.torchrun_arguments(self._run_id)
+        assert arguments is not None
+        option = "--rdzv-conf="
+        given = [text.removeprefix(option) for text in arguments if text.startswith(option)]
+        theirs = dict(pair.split("=", 1) for text in given for pair in text.split(","))
+        pairs = {**theirs, **configuration}
+        others = [text for text in arguments if not text.startswith(option)]
+        return [*others, option + ",".join(f"{key}={value}" for key, value in pairs.items())]
+
+    def wait_until(
+        self,
+        what: str,
+        condition: Callable[[], T | None],
+        deadline_seconds: float = CHANGE_DEADLINE_SECONDS,
+    ) -> T:
+        """:func:`wait_until` with the logs of all agents."""
+        return wait_until(what, condition, deadline_seconds, self.agents)
+
+    def hold_for(self, what: str, condition: Callable[[], object], seconds: float) -> None:
+        """Fail as soon as the condition no longer holds within the next seconds."""
+        deadline, pause = time.monotonic() + seconds, threading.Event()
+        while time.monotonic() < deadline:
+            if not condition():
+                logs = "\n".join(agent.log_tail() for agent in self.agents)
+                raise AssertionError(f"not for {seconds:.0f} s: {what}\n{logs}")
+            pause.wait(POLL_SECONDS)
 
     def wait_for_world(
         self,
@@ -319,7 +391,7 @@ class Job:
             return _common_world(agents, after)
 
         what = f"a world of {list(agents)}"
-        return wait_until(what, find, deadline_seconds, self.agents)
+        return self.wait_until(what, find, deadline_seconds)
 
     def finish(self, *agents: Agent) -> None:
         """Let the workers end well and see that these agents do, too."""
@@ -327,10 +399,6 @@ class Job:
         codes = {agent.name: agent.wait_for_exit() for agent in agents}
         logs = "\n".join(agent.log_tail() for agent in agents if codes[agent.name] != 0)
         assert set(codes.values()) == {0}, f"{codes}\n{logs}"
-
-    def close(self) -> None:
-        for agent in self.agents:
-            agent.kill_node()
 
 
 def _common_world(agents: Sequence[Agent], after: World | None) -> World | None:

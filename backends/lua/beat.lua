@@ -1,0 +1,16 @@
+-- ARGV: node id, milliseconds to live, peer, label to count, milliseconds for the run to live.
+-- Returns a pulse. An entry that has expired stays so.
+local node = ARGV[1]
+local time = now()
+local record = is_live(node, time) and call('HGET', ENTRIES, node)
+if record then
+  local expires = whole(time + ARGV[2])
+  call('ZADD', ROSTER, expires, node)
+  local _, label = unpacked(record)
+  if label ~= '' then
+    call('ZADD', labelled(label), expires, node)
+    call('PEXPIRE', labelled(label), ARGV[5])
+  end
+  keep(ARGV[5])
+end
+return pulse(time, record, ARGV[3], ARGV[4])

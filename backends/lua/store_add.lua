@@ -1,0 +1,29 @@
+-- ARGV from 3 on: key, amount. Returns 1 and the sum, or 0 where there can be none. The sum is
+-- read back as text, since Lua's numbers hold 53 bits only.
+local key, before = ARGV[3], done()
+if before then
+  return {1, before}
+end
+local value = call('HGET', VALUES, key)
+if value then
+  -- Redis takes no leading zeros.
+  local sign, digits = string.match(value, '^(%-?)0*(%d+)$')
+  if not digits or #value > 20 then
+    return {0}
+  end
+  local plain = digits == '0' and digits or sign .. digits
+  if plain ~= value then
+    call('HSET', VALUES, key, plain)
+  end
+end
+local summed = redis.pcall('HINCRBY', VALUES, key, ARGV[4])
+if type(summed) == 'table' then
+  if value then
+    call('HSET', VALUES, key, value)
+  end
+  return {0}
+end
+local sum = call('HGET', VALUES, key)
+remember(sum)
+wake(key)
+return {1, sum}

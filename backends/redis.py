@@ -1,0 +1,245 @@
+"""The Redis backend: a hash for the document, a sorted set by expiry for the roster; streams wake.
+
+Theory. Every operation is one script, which the server runs to its end before any other command:
+so each is atomic, costs one round trip and takes all its times from the server's clock. A token is
+a version and the id of the write that made it. The version orders; the id makes a token unusable
+after its document was lost and made anew, and lets a writer whose answer was lost recognise its own
+write by reading again.
+
+Who waits reads two streams of one entry each, from the ids that it has seen together with the
+token: what was changed in between is told at once. Nothing is told of data that vanish, so a
+long wait looks again now and then.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from rdzv.backends.redis_client import (
+    WAIT_SLICE_SECONDS_MAX,
+    RedisConnections,
+    RedisOptions,
+    logger,
+)
+from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousStateError
+from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
+
+NO_TOKEN_OF_OURS = b"-"
+
+
+class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
+    """The records of one run on a Redis or Valkey server, Sentinel group or cluster.
+
+    Nothing is opened before the first call. Raises ``RendezvousSettingsError`` for an endpoint
+    that cannot work.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        run_id: str,
+        options: RedisOptions | None = None,
+        *,
+        name: str = "redis",
+    ) -> None:
+        self._name = name
+        self._redis = RedisConnections(endpoint, run_id, options or RedisOptions())
+        base = self._redis.base
+        self._state, self._states, self._changes = (
+            base + b"state",
+            base + b"states",
+            base + b"changes",
+        )
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def endpoint(self) -> str:
+        return self._redis.endpoint
+
+    def route(self) -> tuple[str, int] | None:
+        return self._redis.route()
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def open(self) -> None:
+        """Connect. Warns where the server may throw keys away before their time.
+
+        Raises ``RendezvousConnectionError``.
+        """
+        memory = self._redis.ask(lambda client: client.ping() and _memory(client))
+        policy = str(memory.get("maxmemory_policy", "noeviction"))
+        if policy != "noeviction" and memory.get("maxmemory"):
+            logger.warning(
+                "Redis at %s has maxmemory-policy %s: short of memory it throws a run's keys away, "
+                "and running nodes have to put them back. Use noeviction.",
+                self.endpoint,
+                policy,
+            )
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        fields = self._redis.ask(
+            lambda client: client.hmget(self._state, "version", "write", "document")
+        )
+        if fields[0] is None:
+            return None
+        return self._document(fields[2]), self._token(fields[0] + b":" + (fields[1] or b""))
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        write_id = uuid.uuid4().hex
+        try:
+            written, held, *document = self._redis.run(
+                "set_state", _expected(token), write_id, state, self._redis.lifetime_ms
+            )
+        except RendezvousConnectionError:
+            # The answer may have been lost, not the write: whose is the one that holds?
+            found = self.get_state()
+            if found is None or not str(found[1]).endswith(f":{write_id}"):
+                raise
+            return state, found[1], True
+        if written:
+            return state, self._token(held), True
+        return None if held is None else (self._document(document[0]), self._token(held), False)
+
+    def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
+        return self._pulse(
+            question,
+            self._redis.run(
+                "announce",
+                _raw(entry.node_id),
+                _raw(entry.round_label),
+                entry.data,
+                _milliseconds(ttl_seconds),
+                uuid.uuid4().hex,
+                _raw(question.peer_id),
+                _raw(question.round_label),
+                self._redis.lifetime_ms,
+            ),
+        )
+
+    def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
+        return self._pulse(
+            question,
+            self._redis.run(
+                "beat",
+                _raw(node_id),
+                _milliseconds(ttl_seconds),
+                _raw(question.peer_id),
+                _raw(question.round_label),
+                self._redis.lifetime_ms,
+            ),
+        )
+
+    def withdraw(self, node_id: str, ttl_seconds: float) -> None:
+        self._redis.run(
+            "withdraw",
+            _raw(node_id),
+            _milliseconds(ttl_seconds),
+            uuid.uuid4().hex,
+            self._redis.lifetime_ms,
+        )
+
+    def entries(self) -> list[Listed]:
+        live, gone = self._redis.run("entries")
+        rows = []
+        for node_id, record in zip(live[::2], live[1::2], strict=True):
+            arrival, label, data = self._unpacked(record)
+            rows.append((arrival, Entry(self._text(node_id), data, label)))
+        rows.sort(key=lambda row: row[0])
+        return [
+            *(Listed(entry) for _, entry in rows),
+            *(Listed(Entry(self._text(node_id), b""), withdrawn=True) for node_id in gone),
+        ]
+
+    def wait_for_change(
+        self, token: Token | None, timeout_seconds: float, revision: Any = None
+    ) -> tuple[bytes, Token] | None:
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            held, now_revision, state_id, roster_id, document = self._redis.run(
+                "look", _expected(token)
+            )
+            if (None if held is None else self._token(held)) != token:
+                return None if held is None else (self._document(document), self._token(held))
+            if revision is not None and self._text(now_revision) != revision:
+                return None
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            streams = {self._states: state_id}
+            if revision is not None:
+                streams[self._changes] = roster_id
+            block_ms = max(1, round(min(left, WAIT_SLICE_SECONDS_MAX) * 1000))
+            self._redis.wait(lambda client: client.xread(streams, block=block_ms))  # noqa: B023
+
+    def _pulse(self, question: Question, answer: list[Any]) -> Pulse:
+        held, live, revision, present, peer, confirmed, age_ms, expiry_ms = answer
+        return Pulse(
+            token=None if held is None else self._token(held),
+            live=live,
+            revision=self._text(revision),
+            present=bool(present),
+            peer_live=bool(peer),
+            confirmed=confirmed if question.round_label else 0,
+            state_age_seconds=None if age_ms is None else max(0, int(age_ms)) / 1000,
+            next_expiry_seconds=None if expiry_ms is None else max(0, int(expiry_ms)) / 1000,
+        )
+
+    def _document(self, document: Any) -> bytes:
+        if not isinstance(document, bytes):
+            raise self._foreign("a document")
+        return document
+
+    def _token(self, token: bytes) -> str:
+        return self._text(token)
+
+    def _text(self, raw: bytes) -> str:
+        try:
+            return raw.decode("utf-8", "surrogatepass")
+        except (UnicodeDecodeError, AttributeError):
+            raise self._foreign("a name") from None
+
+    def _unpacked(self, record: Any) -> tuple[int, str, bytes]:
+        try:
+            arrival, size, rest = record.split(b":", 2)
+            length = int(size)
+            return int(arrival), self._text(rest[:length]), rest[length:]
+        except (ValueError, AttributeError):
+            raise self._foreign("a roster entry") from None
+
+    def _foreign(self, what: str) -> RendezvousError:
+        return RendezvousStateError(
+            f"Redis at {self.endpoint} holds {what} that rdzv has not written below "
+            f"{self._redis.base.decode()}: see who else writes there, or use another key_prefix."
+        )
+
+
+def _memory(client: Any) -> dict[str, Any]:
+    try:
+        return dict(client.info("memory"))
+    except Exception:
+        # Not everybody may ask, and a cluster answers by node: then nobody is warned.
+        return {}
+
+
+def _expected(token: Token | None) -> bytes:
+    if token is None:
+        return b""
+    return _raw(token) if isinstance(token, str) and token else NO_TOKEN_OF_OURS
+
+
+def _raw(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,191 @@
+"""A store on Redis: the values of a run in one hash, a list for each queue, pub/sub to wake.
+
+Each mutation is one script that also remembers its operation id, so that a repeat after a lost
+answer has no second effect. Who waits subscribes to one of the keys that are missing, looks again,
+and only then sleeps: what is written in between is not missed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from rdzv.backends.redis import RedisBackend
+from rdzv.backends.redis_client import WAIT_SLICE_SECONDS_MAX, RedisConnections, RedisOptions
+from rdzv.errors import RendezvousConnectionError, RendezvousStateError
+from rdzv.settings import Settings
+from rdzv.stores.base import Store, StoreClient, Unanswered
+from rdzv.torch_store import shown_keys
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+__all__ = ["RedisClient", "RedisStore", "create_backend"]
+
+
+def create_backend(params: RendezvousParameters) -> tuple[RedisBackend, dist.Store]:
+    """The factory behind ``--rdzv-backend=redis``.
+
+    Raises ``RendezvousSettingsError`` for what cannot work, ``RendezvousConnectionError`` for
+    what does not work now.
+    """
+    settings = Settings.from_parameters(params)
+    options = RedisOptions.from_settings(settings)
+    backend = RedisBackend(settings.endpoint, settings.run_id, options, name=settings.backend)
+    try:
+        backend.open()
+    except BaseException:
+        backend.close()
+        raise
+    timeout = timedelta(seconds=settings.read_timeout_seconds)
+    return backend, RedisStore(settings.endpoint, settings.run_id, timeout, options=options)
+
+
+class RedisStore(Store):
+    """The keys of one run id on Redis."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        run_id: str,
+        timeout: timedelta | None = None,
+        *,
+        options: RedisOptions | None = None,
+    ) -> None:
+        super().__init__(RedisClient(endpoint, run_id, options), timeout=timeout)
+
+
+class RedisClient(StoreClient):
+    """The primitives of a store, one script each."""
+
+    value_bytes_max = 64 * 1024 * 1024
+
+    def __init__(self, endpoint: str, run_id: str, options: RedisOptions | None = None) -> None:
+        self._redis = RedisConnections(endpoint, run_id, options or RedisOptions())
+        self._values = self._redis.base + b"values"
+        self.endpoint = self._redis.endpoint
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        fields = [_raw(key) for key in keys]
+        values: list[bytes | None] = self._ask(
+            lambda: self._redis.ask(lambda client: client.hmget(self._values, fields))
+        )
+        return values
+
+    def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
+        flat = [part for key, value in pairs for part in (_raw(key), value)]
+        self._run("store_set", operation, *flat)
+
+    def add(self, key: str, amount: int, operation: str) -> int:
+        done, *total = self._run("store_add", operation, _raw(key), amount)
+        if not done:
+            raise ValueError(
+                f"cannot add {amount} to {shown_keys([key])}: its value is no decimal number, or "
+                "the sum leaves 64 bits"
+            )
+        return int(total[0])
+
+    def compare_set(
+        self, key: str, expected: bytes, desired: bytes, operation: str
+    ) -> bytes | None:
+        written, *found = self._run("store_compare_set", operation, _raw(key), expected, desired)
+        return desired if written else (found[0] if found else None)
+
+    def append(self, key: str, value: bytes, operation: str) -> None:
+        limit = self.value_bytes_max
+        if not self._run("store_append", operation, _raw(key), value, limit):
+            raise ValueError(
+                f"value for {shown_keys([key])} would have more than value_bytes_max ({limit})"
+            )
+
+    def delete(self, key: str, operation: str) -> bool:
+        return bool(self._run("store_delete", operation, _raw(key)))
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        positions = self._ask(lambda: self._redis.run("store_missing", *map(_raw, keys)))
+        return [keys[position - 1] for position in positions]
+
+    def count_keys(self, prefix: str) -> int:
+        return int(self._ask(lambda: self._redis.run("store_keys", _raw(prefix), 0)))
+
+    def list_keys(self, prefix: str) -> list[str]:
+        found = self._ask(lambda: self._redis.run("store_keys", _raw(prefix), 1))
+        return [key.decode("utf-8", "surrogatepass") for key in found]
+
+    def queue_push(self, key: str, value: bytes, operation: str) -> None:
+        self._run("store_push", operation, _raw(key), value)
+
+    def queue_pop(self, key: str, operation: str) -> bytes | None:
+        value: bytes | None = self._run("store_pop", operation, _raw(key))
+        return value
+
+    def queue_len(self, key: str) -> int:
+        queue = self._redis.base + b"queue:" + _raw(key)
+        return int(self._ask(lambda: self._redis.ask(lambda client: client.llen(queue))))
+
+    def wait_for_keys(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
+        missing = self.missing(keys)
+        deadline = time.monotonic() + timeout_seconds
+        while missing and (left := deadline - time.monotonic()) > 0:
+            # Whichever is last comes last; a random one halves what is left at each waking.
+            waited_for = random.choice(missing)
+            rest = missing
+            self._sleep(waited_for, left, lambda: waited_for not in self.missing(rest))  # noqa: B023
+            missing = self.missing(rest)
+        return missing
+
+    def wait_for_queue(self, key: str, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        while not self.queue_len(key):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._sleep(key, left, lambda: self.queue_len(key) > 0)
+        return True
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _sleep(self, key: str, seconds: float, is_there: Callable[[], bool]) -> None:
+        """Until the key is written, or for a while; not at all if it is there by now."""
+        channel = self._redis.base + b"wake:" + _raw(key)
+
+        def listen(client: Any) -> None:
+            with client.pubsub() as pubsub:
+                pubsub.subscribe(channel)
+                # The confirmation: from here on nothing is missed.
+                pubsub.get_message(timeout=self._redis.options.request_seconds)
+                if not is_there():
+                    pubsub.get_message(timeout=min(seconds, WAIT_SLICE_SECONDS_MAX))
+
+        self._ask(lambda: self._redis.wait(listen))
+
+    def _run(self, script: str, operation: str, *arguments: object) -> Any:
+        lifetime = self._redis.lifetime_ms
+        return self._ask(lambda: self._redis.run(script, operation, lifetime, *arguments))
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        with _translated():
+            return request()
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except RendezvousConnectionError as error:
+        raise Unanswered(str(error)) from error
+    except RendezvousStateError as error:
+        raise dist.DistStoreError(str(error)) from error
+
+
+def _raw(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
