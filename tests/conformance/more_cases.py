@@ -22,6 +22,7 @@ from rdzv.conformance.backend_kit import (
 from rdzv.conformance.clauses import book
 from rdzv.conformance.store_kit import LONG, Background, Connect, store_book
 from rdzv.conformance.target import Target
+from rdzv.errors import RendezvousStateError
 from rdzv.ports import Entry, Namespaced, Question
 
 BLANKS = (b" ", b"\n", b" x ", b"\tx\r\n", b"x\n\n")
@@ -34,7 +35,9 @@ roster_case = book("roster", "roster", needs=("roster",))
 clocked = book("roster", "roster", needs=("roster", "server_clock"))
 watch_case = book("watch", "watch", needs=("watch",))
 watch_of_the_roster = book("watch", "watch", needs=("watch", "roster"))
+corrupting = book("backend", "state", controls=("corrupt",))
 value_case = store_book("values")
+large_values = store_book("values", "large_values")
 wait_case = store_book("waits")
 
 
@@ -72,6 +75,25 @@ def stores_of_run_ids_do_not_meet(target: Target) -> None:
 
 
 # The roster
+
+
+@corrupting
+def what_is_not_ours_is_an_error_and_stays(target: Target) -> None:
+    """Or it is handed over as it is: then rdzv's own codec refuses it."""
+    backend = target.connect()
+    _, token, _ = backend.set_state(b"ours")
+    target.corrupt()
+    for _ in range(2):
+        with contextlib.suppress(RendezvousStateError):
+            found = backend.get_state()
+            assert found is not None
+            assert found[0] != b"ours"
+        for old in (token, None):
+            with contextlib.suppress(RendezvousStateError):
+                answer = backend.set_state(b"over it", old)
+                assert answer is not None
+                assert answer[0] != b"over it"
+                assert not answer[2]
 
 
 @contextlib.contextmanager
@@ -216,6 +238,16 @@ def blanks_at_the_ends_of_a_value_stay(connect: Connect) -> None:
     for value in BLANKS:
         store.set("k", value)
         assert peer.get("k") == value
+
+
+@large_values
+def values_of_four_megabytes_are_stored(connect: Connect) -> None:
+    store, peer = connect(), connect()
+    value = random.Random(4).randbytes(4_000_000)
+    store.set("k", value)
+    assert peer.get("k") == value
+    assert peer.compare_set("k", value, value[::-1]) == value[::-1]
+    assert store.get("k") == value[::-1]
 
 
 @value_case

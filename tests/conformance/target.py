@@ -21,6 +21,7 @@ DEADLINE_SECONDS = 20.0
 
 CONTROLS = {
     "wipe": "lose all data while clients are connected",
+    "corrupt": "put bytes of somebody else in the place of a document (Target.corrupt)",
     "processes": "open the same data from another process (Target.recipe)",
     "network": "route connections through the kit's proxy (Target.address)",
     "pause": "stop the server's process and let it go on (Target.server)",
@@ -107,6 +108,10 @@ class Target(ABC):
         may answer the next call with ``RendezvousConnectionError``, but not the one after it."""
         raise NotImplementedError(f"{type(self).__name__} has no wipe()")
 
+    def corrupt(self, run_id: str = "job") -> None:
+        """Put something that this backend has not written where the run's document is."""
+        raise NotImplementedError(f"{type(self).__name__} has no corrupt()")
+
     def let_pass(self, seconds: float) -> None:
         """Let the backend's clock go on by so much."""
         threading.Event().wait(seconds)
@@ -131,6 +136,7 @@ class Target(ABC):
             return self.server.cannot(control)
         able = {
             "wipe": type(self).wipe is not Target.wipe,
+            "corrupt": type(self).corrupt is not Target.corrupt,
             "processes": self.recipe() is not None,
             "network": self.address is not None,
             "pause": self.server is not None,

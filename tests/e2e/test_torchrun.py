@@ -9,7 +9,7 @@ from rdzv.conformance.target import Target
 from rdzv.conformance.torchrun_cases import a_job_scales_up_without_restarts_to_spare
 
 SCALE_UP_ATTEMPTS = 20
-USUAL_SCALE_UP_ATTEMPTS = 3
+USUAL_SCALE_UP_ATTEMPTS = 2
 
 
 class TestSqliteTorchrun(TorchrunSuite):

@@ -22,6 +22,12 @@ class RedisTarget(RegisteredTarget):
         super().__init__("redis", server.endpoint(), {**TIMES, **options}, server=server)
         self.name = name
 
+    def corrupt(self, run_id: str = "job") -> None:
+        host, port = self.server.address
+        with redis.Redis(host, port, socket_timeout=5.0) as client:
+            for key in client.scan_iter(match="*:state"):
+                client.set(key, "a text")
+
     def wipe(self) -> None:
         host, port = self.server.address
         with redis.Redis(host, port, socket_timeout=5.0) as client:

@@ -39,6 +39,10 @@ class SqliteTarget(Target):
         self.made.append(store)
         return store
 
+    def corrupt(self, run_id: str = "job") -> None:
+        with raw(self.path) as connection:
+            connection.execute("UPDATE rdzv_states SET state = 'a text', version = version + 1")
+
     def recipe(self) -> tuple[str, dict[str, Any]]:
         return "rdzv.conformance.registered:RegisteredTarget", {
             "backend": "sqlite",

@@ -48,6 +48,11 @@ class MemoryTarget(Target):
     def wipe(self) -> None:
         self.space.wipe()
 
+    def corrupt(self, run_id: str = "job") -> None:
+        backend = self.connect(run_id)
+        found = backend.get_state()
+        backend.set_state(b"somebody else's", None if found is None else found[1])
+
     def let_pass(self, seconds: float) -> None:
         self.now += seconds
 

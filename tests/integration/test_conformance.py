@@ -25,7 +25,7 @@ class _Memory:
 class _Sqlite:
     """A wipe loses the rows, or the file itself."""
 
-    @pytest.fixture(params=["rows", "file"])
+    @pytest.fixture(params=["rows", pytest.param("file", marks=pytest.mark.full)])
     def target(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
         target = SqliteTarget(tmp_path / "rdzv.db", lose_file=request.param == "file")
         yield target

@@ -31,7 +31,7 @@ WHEELS = ("valkey", "postgresql", "etcd")
 @pytest.fixture(
     scope="module",
     params=[("local", name) for name in TECHNOLOGIES]
-    + [("wheel", name) for name in WHEELS]
+    + [pytest.param(("wheel", name), marks=pytest.mark.full) for name in WHEELS]
     + [("docker", name) for name in TECHNOLOGIES],
     ids="-".join,
 )

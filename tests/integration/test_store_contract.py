@@ -143,6 +143,7 @@ class TestUnreliableStore(StoreSuite):
     target = fixture(lambda folder: unreliable_store())
 
 
+@pytest.mark.full
 @all_of(PYTHON_BEHIND_PREFIX)
 class TestPrefixOfMemory(StoreSuite):
     target = fixture(lambda folder: WrappedTarget(memory(folder), "PrefixStore", nested_prefix))

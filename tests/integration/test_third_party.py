@@ -179,6 +179,7 @@ def reports(installed: Installation, server: ProcessServer) -> dict[str, dict[st
         "subclass": ["tests"],
         "url": [
             *("--pyargs", "rdzv.conformance", "--rdzv-backend=http"),
+            f"--rdzv-suites={','.join(sorted(BOOKS))}",
             f"--rdzv-endpoint={_endpoint(server)}",
             f"--rdzv-conf=read_timeout={READ_TIMEOUT_SECONDS}",
         ],

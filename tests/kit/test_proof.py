@@ -33,7 +33,9 @@ def verdicts(
 ) -> dict[str, Any]:
     """What the proof says of what was selected."""
     selected: list[Any] = [
-        item.callspec.params for item in request.session.items if hasattr(item, "callspec")
+        item.callspec.params
+        for item in request.session.items
+        if hasattr(item, "callspec") and item.path == Path(__file__)
     ]
     faults: list[str] = [params["fault"] for params in selected if "fault" in params]
     good: list[str] = [params["good"] for params in selected if "good" in params]

@@ -80,6 +80,11 @@ class HttpTarget(Target):
         self.server.kill()
         self.server.restart(keep_data=False)
 
+    def corrupt(self, run_id: str = "job") -> None:
+        backend = self.connect(run_id)
+        found = backend.get_state()
+        backend.set_state(b"somebody else's", None if found is None else found[1])
+
     def recipe(self) -> tuple[str, dict[str, Any]]:
         return "rdzv.conformance.registered:RegisteredTarget", {
             "backend": "http_rdzv:create_backend",
