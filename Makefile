@@ -37,7 +37,7 @@ test: lint types  ## all checks and tests, under 10 minutes on 2 cores
 	@echo "[sim] $(SEEDS) seeds"
 	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
 	@echo "[pytest] doctests and tests/, in two processes"
-	@$(PYTEST) --numprocesses=2 --dist=loadgroup
+	@$(PYTEST) --numprocesses=2 --dist=loadfile
 
 test-full: SEEDS := 1000
 test-full: lint types  ## the same with 1,000 simulation seeds and the long tests

@@ -28,16 +28,6 @@ def pytest_configure() -> None:
         raise pytest.UsageError(problem)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where the tests run in two processes: those that go by the real clock in one of them, so
-    that they do not hold up each other; the rest by file, for its fixtures."""
-    for item in items:
-        path = item.path.as_posix()
-        real_time = "/e2e/" in path or "/test_handler" in path
-        item.add_marker(pytest.mark.xdist_group("real time" if real_time else path))
-
-
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Keep ``--doctest-modules`` from importing the programs that lie beside the tests."""
     program = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")

@@ -356,7 +356,8 @@ def test_a_file_without_a_password(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises(RendezvousSettingsError) as caught:
         settings(password_file=str(file))
-    assert str(file) in str(caught.value)
+    # A long path is shown in part.
+    assert str(file)[:60] in str(caught.value)
     assert "hunter22" not in str(caught.value)
     shown = "".join(traceback.format_exception(caught.value))
     assert "UnicodeDecodeError" not in shown.replace("(UnicodeDecodeError)", "")
