@@ -39,6 +39,9 @@ MEANINGS = {
 }
 
 
+BY_SEVERITY = (FAILS, UNDECLARED, DEVIATES, WITHOUT, HOLDS, NOT_TRIED)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Of one clause on one target."""
@@ -82,6 +85,17 @@ class Report:
             "complete": self.complete,
             "good": self.good,
         }
+
+    def merge(self, other: Report) -> None:
+        """Take over another report of the same target: of two outcomes of a clause, the worse."""
+        worst = {one.id: one for one in self.outcomes}
+        for one in other.outcomes:
+            known = worst.get(one.id)
+            if known is None or BY_SEVERITY.index(one.outcome) < BY_SEVERITY.index(known.outcome):
+                worst[one.id] = one
+        self.outcomes = list(worst.values())
+        tried = set(worst)
+        self.left_out = [each for each in self.left_out + other.left_out if each not in tried]
 
     def counts(self) -> dict[tuple[str, str], dict[str, int]]:
         """By book and group: how many clauses came out how."""

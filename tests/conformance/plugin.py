@@ -222,8 +222,7 @@ class _Run:
         for report in self._by_place.values():
             known = by_target.setdefault(report.target, report)
             if known is not report:
-                known.outcomes = [*known.outcomes, *report.outcomes]
-                known.left_out = [*known.left_out, *report.left_out]
+                known.merge(report)
         self._by_place = {(name, ""): report for name, report in by_target.items()}
         return list(by_target.values())
 

@@ -10,7 +10,7 @@ import pytest
 
 from rdzv.conformance import suites
 from rdzv.conformance.clauses import BOOKS
-from rdzv.conformance.outcomes import HOLDS, Outcome, Report, read, write
+from rdzv.conformance.outcomes import FAILS, HOLDS, Outcome, Report, read, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,3 +59,16 @@ def test_a_run_that_left_clauses_out_is_refused(
     with pytest.raises(SystemExit, match="left out on redis"):
         matrix.main()
     assert matrix.KEPT.read_bytes() == kept
+
+
+def test_two_reports_of_a_target_are_one_with_the_worse_outcomes() -> None:
+    first = Report(
+        "redis", outcomes=[Outcome("a", HOLDS), Outcome("b", FAILS), Outcome("c", HOLDS)]
+    )
+    second = Report(
+        "redis", outcomes=[Outcome("a", FAILS), Outcome("b", HOLDS)], left_out=["c", "d"]
+    )
+    first.merge(second)
+    found = {one.id: one.outcome for one in first.outcomes}
+    assert found == {"a": FAILS, "b": FAILS, "c": HOLDS}
+    assert first.left_out == ["d"]
