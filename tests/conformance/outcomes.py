@@ -86,6 +86,17 @@ class Report:
             "good": self.good,
         }
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Report:
+        """The report that :meth:`to_json` gave. Raises ``ValueError`` for another format."""
+        row = {**data}
+        if row.pop("format", None) != FORMAT:
+            raise ValueError("no report of this version of rdzv.conformance")
+        for derived in ("complete", "good"):
+            row.pop(derived)
+        row["outcomes"] = [Outcome(**one) for one in row["outcomes"]]
+        return cls(**row)
+
     def merge(self, other: Report) -> None:
         """Take over another report of the same target: of two outcomes of a clause, the worse."""
         worst = {one.id: one for one in self.outcomes}
@@ -128,12 +139,4 @@ def write(reports: Iterable[Report], path: Path) -> None:
 
 def read(path: Path) -> list[Report]:
     """The reports in a file of :func:`write`. Raises ``ValueError`` for one of another format."""
-    reports = []
-    for row in json.loads(path.read_text(encoding="utf-8")):
-        if row.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} is no report of this version of rdzv.conformance")
-        for derived in ("complete", "good"):
-            row.pop(derived)
-        row["outcomes"] = [Outcome(**one) for one in row["outcomes"]]
-        reports.append(Report(**row))
-    return reports
+    return [Report.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))]

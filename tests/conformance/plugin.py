@@ -217,9 +217,11 @@ class _Run:
 
     @property
     def reports(self) -> list[Report]:
-        """One for each target."""
+        """One for each target of which something was tried."""
         by_target: dict[str, Report] = {}
         for report in self._by_place.values():
+            if not report.outcomes:
+                continue
             known = by_target.setdefault(report.target, report)
             if known is not report:
                 known.merge(report)
@@ -295,11 +297,24 @@ class _Run:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._missing_servers() and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        output = getattr(self.config, "workeroutput", None)
+        if output is not None:
+            output[RUN] = [report.to_json() for report in self.reports]
+            return
         path = self.config.getoption("--rdzv-report")
         if path:
             from rdzv.conformance.outcomes import write
 
             write(self.reports, Path(path))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Where pytest-xdist spreads the tests over processes: what one of them has found."""
+        from rdzv.conformance.outcomes import Report
+
+        for data in getattr(node, "workeroutput", {}).get(RUN, ()):
+            report = Report.from_json(data)
+            self._by_place[node.gateway.id, report.target] = report
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         missing = self._missing_servers()

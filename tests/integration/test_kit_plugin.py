@@ -225,6 +225,19 @@ def test_capabilities_that_cannot_be_answered_so(
     assert all(outcome == "fails" for outcome, _ in outcomes(reports).values())
 
 
+def test_reports_of_several_processes_are_one(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("xdist", reason="what spreads tests over processes")
+    code, text, reports = run(pytester, "class TestTiny(Tiny): pass", "-p", "xdist", "-n2")
+    assert code == 0, text
+    assert set(outcomes(reports)) == {"one_is_one", "two_is_two", "a_wipe_wipes"}
+    code, text, reports = run(
+        pytester, "class TestTiny(Tiny): pass", "-p", "xdist", "-n2", "-k", "two"
+    )
+    assert code == 0, text
+    assert set(outcomes(reports)) == {"two_is_two"}
+    assert len(reports[0]["left_out"]) == 2
+
+
 def test_a_thread_that_stays_is_a_failure(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
