@@ -449,11 +449,26 @@ class Queue(Model):
 
     initial: State = ()
 
+    def __init__(self) -> None:
+        self._pops: dict[Any, Operation] = {}
+        self._some_pop_is_unknown = False
+
+    def learn(self, operations: Sequence[Operation]) -> None:
+        """Which pop took which value: it tells at a push already what would show much later."""
+        pushed = [each.arguments[0] for each in operations if each.kind == "push"]
+        pops = [each for each in operations if each.kind == "pop"]
+        self._some_pop_is_unknown = any(not pop.known for pop in pops)
+        # Values that are pushed twice cannot be told apart: then nothing is ruled out.
+        unique = len(pushed) == len(set(pushed))
+        self._pops = {pop.answer: pop for pop in pops if pop.known and unique}
+
     def step(self, state: Any, operation: Operation) -> State:
         answer = operation.answer
         match operation.kind, operation.arguments:
             case "push", (value,):
-                return (*state, value) if answer in (UNKNOWN, None) else IMPOSSIBLE
+                if answer not in (UNKNOWN, None) or not self._may_follow(value, state):
+                    return IMPOSSIBLE
+                return (*state, value)
             case "pop", ():
                 first = state[0] if state else None
                 return state[1:] if answer is UNKNOWN or answer == first else IMPOSSIBLE
@@ -461,6 +476,20 @@ class Queue(Model):
                 fits = answer is UNKNOWN or answer == len(state)
                 return state if fits else IMPOSSIBLE
         raise ValueError(f"a queue knows no {operation.kind!r}")
+
+    def _may_follow(self, value: Any, ahead: Sequence[Any]) -> bool:
+        """Whether the value can come out after all that are ahead of it."""
+        pop = self._pops.get(value)
+        if pop is None or pop.answered is None:
+            return True
+        for other in ahead:
+            first = self._pops.get(other)
+            if first is None:
+                if not self._some_pop_is_unknown:
+                    return False
+            elif pop.answered < first.called:
+                return False
+        return True
 
     def is_read(self, operation: Operation) -> bool:
         return operation.kind == "len" or (operation.kind == "pop" and operation.answer is None)
