@@ -165,7 +165,8 @@ def install_all() -> None:
         kind = "CUDA build" if torch.cuda else "CPU build"
         step(f"installing torch {torch.version} ({kind}, {size(torch)})", pip(*torch.request))
     step(
-        "installing SQLAlchemy, scikit-learn, pytest, mypy, ruff (about 100 MB), linking rdzv",
+        "installing SQLAlchemy, drivers, scikit-learn, pytest, mypy, ruff, test servers "
+        "(about 200 MB), linking rdzv",
         pip("--editable", ".[dev]"),
     )
 
