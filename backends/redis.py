@@ -17,6 +17,7 @@ import time
 import uuid
 from typing import Any
 
+import redis
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.redis_client import (
@@ -100,13 +101,16 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             written, held, *document = self._redis.run(
                 "set_state", _expected(token), write_id, state, self._redis.lifetime_ms
             )
-        except RendezvousConnectionError:
+        except RendezvousConnectionError as error:
+            if isinstance(error.__cause__, redis.exceptions.ResponseError):
+                raise
             # The answer may have been lost, not the write: whose is the one that holds?
             found = self.get_state()
             if found is None or not str(found[1]).endswith(f":{write_id}"):
                 raise
             return state, found[1], True
-        if written:
+        # A client of a cluster may have repeated it: then our own write is what holds.
+        if written or (held is not None and held.endswith(b":" + write_id.encode())):
             return state, self._token(held), True
         return None if held is None else (self._document(document[0]), self._token(held), False)
 

@@ -17,7 +17,7 @@ import hashlib
 import importlib.resources
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -66,7 +66,7 @@ class RedisOptions:
     keep_alive_interval_seconds: float = 5.0
     outage_timeout_seconds: float = 600.0
     closed_grace_seconds: float = 60.0
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
 
     @property
     def request_seconds(self) -> float:
@@ -154,7 +154,7 @@ class RedisConnections:
     def _with(self, client: Any, request: Callable[[Any], T]) -> T:
         try:
             return request(client)
-        except redis.exceptions.RedisError as error:
+        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException) as error:
             if isinstance(error, redis.exceptions.ReadOnlyError):
                 # A failover: what is connected leads to the former master.
                 _disconnect(client)
@@ -164,7 +164,7 @@ class RedisConnections:
             self._raise(error)
 
     def _raise(self, error: Exception) -> NoReturn:
-        if str(error).startswith("WRONGTYPE"):
+        if "WRONGTYPE" in str(error):
             raise RendezvousStateError(self.explained(error)) from error
         raise RendezvousConnectionError(self.explained(error)) from error
 
@@ -186,14 +186,19 @@ def _client_factory(
     endpoint: str, options: RedisOptions
 ) -> tuple[Callable[[float], Any], tuple[str, int] | None]:
     """What makes a client with a time-out in seconds, and where it leads."""
-    parts = urlsplit(endpoint if "://" in endpoint else f"redis://{endpoint}")
+    url = endpoint if "://" in endpoint else f"redis://{endpoint}"
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # Without the parser's words, which may hold a password.
+        raise _refusal(endpoint, "no URL") from None
     scheme, _, kind = parts.scheme.partition("+")
     if kind in ("sentinel", "cluster") and scheme in ("redis", "rediss"):
         group = _sentinel if kind == "sentinel" else _cluster
         return group(endpoint, scheme, options)
     if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
         raise _refusal(endpoint, "no endpoint of Redis")
-    keywords = _keywords(parts.geturl(), options)
+    keywords = _keywords(url, options)
     keywords.setdefault("port", DEFAULT_PORT)
     route = (keywords["host"], keywords["port"]) if "host" in keywords else None
     if "path" in keywords:
@@ -278,7 +283,9 @@ def _keywords(url: str, options: RedisOptions) -> dict[str, Any]:
     try:
         given = dict(redis.connection.parse_url(url))
     except (ValueError, TypeError) as error:
-        raise _refusal(url, mask_secrets(str(error), *secrets_in(url))) from error
+        # Without the parser's words, which may hold a part of a password.
+        what = "port, database or option" if isinstance(error, ValueError) else "option"
+        raise _refusal(url, f"a {what} in it cannot be read") from None
     taken = {
         name: value
         for name, value in given.items()
@@ -297,7 +304,6 @@ def _always(timeout_seconds: float) -> dict[str, Any]:
         "socket_timeout": timeout_seconds,
         "socket_connect_timeout": min(timeout_seconds, REQUEST_SECONDS_MAX),
         "retry": Retry(NoBackoff(), 0),
-        "retry_on_timeout": False,
         "retry_on_error": [],
         "decode_responses": False,
         "health_check_interval": 0,
@@ -310,8 +316,8 @@ def _hosts(endpoint: str, port: int) -> Iterable[tuple[str, int]]:
         parts = urlsplit(f"//{place}")
         try:
             yield parts.hostname or "", parts.port or port
-        except ValueError as error:
-            raise _refusal(endpoint, f"{place!r} is no host and port") from error
+        except ValueError:
+            raise _refusal(endpoint, "a place in it is no host and port") from None
         if not parts.hostname:
             raise _refusal(endpoint, "a host is missing")
 
@@ -333,9 +339,9 @@ def _advice(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, redis.exceptions.AuthenticationError) or "NOAUTH" in text:
         return ". Give user and password in the URL, or password_file=…"
-    if isinstance(error, redis.exceptions.NoPermissionError):
+    if isinstance(error, redis.exceptions.NoPermissionError) or "can't run this command" in text:
         return ". The user's ACL lacks a right: docs/redis.md lists what is needed"
-    if text.startswith("OOM"):
+    if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in text:
         return ". The server is out of memory: raise its maxmemory or free some"
     if isinstance(error, redis.exceptions.TimeoutError):
         return ". Look whether the server runs and can be reached from here"

@@ -28,7 +28,7 @@ end
 
 local function token()
   local found = call('HMGET', STATE, 'version', 'write')
-  return found[1] and (found[1] .. ':' .. found[2])
+  return found[1] and (found[1] .. ':' .. (found[2] or ''))
 end
 
 local function labelled(label)

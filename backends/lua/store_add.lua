@@ -21,6 +21,9 @@ if type(summed) == 'table' then
   if value then
     call('HSET', VALUES, key, value)
   end
+  if not string.find(summed.err, 'overflow') and not string.find(summed.err, 'not an integer') then
+    return summed
+  end
   return {0}
 end
 local sum = call('HGET', VALUES, key)

@@ -268,3 +268,86 @@ def test_health_of_the_log(caplog: pytest.LogCaptureFixture, server: Any, opened
         backend.open()
         backend.get_state()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "route"),
+    [
+        ("host", ("host", 6379)),
+        ("host:7", ("host", 7)),
+        ("redis://host/2", ("host", 6379)),
+        ("rediss://u:p@host:8", ("host", 8)),
+        ("unix:///run/redis.sock?db=1", None),
+        ("redis+sentinel://a:1,b:2/mymaster/0", ("a", 1)),
+        ("redis+cluster://a,b:2", ("a", 6379)),
+    ],
+)
+def test_every_documented_kind_of_endpoint_is_taken(endpoint: str, route: object) -> None:
+    assert RedisBackend(endpoint, "run").route() == route
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "redis://user:hunter22/x@host:6379",
+        "redis+sentinel://user:hunter22/x@host:1/m",
+        "redis+cluster://user:hunter22/x@h:26379",
+        "redis://user:hunter22\u2100@host",
+        "redis://:hunter22[a]@host",
+    ],
+)
+def test_a_refusal_shows_no_password(endpoint: str) -> None:
+    said, cause = shown_of(endpoint)
+    assert "hunter22" not in said
+    assert cause is None
+    assert "hunter22" not in repr(RedisOptions(password="hunter22"))
+
+
+def shown_of(endpoint: str) -> tuple[str, BaseException | None]:
+    """What is said of an endpoint: in the refusal and its cause, or where it is shown later."""
+    try:
+        return RedisBackend(endpoint, "run").endpoint, None
+    except RendezvousSettingsError as error:
+        return str(error), error.__cause__
+
+
+def test_a_cluster_that_is_none_is_a_connection_error(server: Any, opened: Any) -> None:
+    host, port = server.address
+    for endpoint in (f"redis+cluster://{host}:{port}", "redis+cluster://127.0.0.1:1"):
+        with pytest.raises(RendezvousConnectionError):
+            opened(RedisBackend(endpoint, "run")).get_state()
+
+
+def test_an_entry_that_was_evicted_is_lost_and_no_damage(
+    server: Any, raw: Any, opened: Any
+) -> None:
+    backend = opened(RedisBackend(server.endpoint(), "run"))
+    for name in "abc":
+        backend.announce(Entry(name, b""), TTL_SECONDS, Question())
+    raw.delete(RedisConnections(server.endpoint(), "run", RedisOptions()).base + b"entries")
+    backend.announce(Entry("b", b""), TTL_SECONDS, Question())
+    assert [row.entry.node_id for row in backend.entries()] == ["b"]
+
+
+def test_want_of_memory_is_no_wrong_number(server: Any, raw: Any, opened: Any) -> None:
+    store = opened(RedisStore(server.endpoint(), "run"))
+    store.set_timeout(timedelta(seconds=0.3))
+    raw.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(dist.DistNetworkError, match="maxmemory"):
+            store.add("key", 1)
+    finally:
+        raw.config_set("maxmemory", "0")
+    assert store.add("key", 1) == 1
+
+
+def test_a_write_without_the_right_to_wake_is_an_error(server: Any, raw: Any, opened: Any) -> None:
+    raw.execute_command(*["ACL", "SETUSER", "few", "on", ">secret", "~*", "&*", "+@all", "-xadd"])
+    host, port = server.address
+    try:
+        backend = opened(RedisBackend(f"redis://few:secret@{host}:{port}", "run"))
+        with pytest.raises(RendezvousConnectionError, match="ACL lacks a right"):
+            backend.set_state(b"x")
+        assert backend.get_state() is None
+    finally:
+        raw.execute_command("ACL", "DELUSER", "few")
