@@ -30,7 +30,7 @@ CLOCK_ERROR_SECONDS = 3600.0
 RELEASES = 100
 
 state_case = book("backend", "state")
-with_store = book("backend", "state", needs=("store",))
+with_store = book("backend", "state", needs=("store",), controls=("store",))
 roster_case = book("roster", "roster", needs=("roster",))
 clocked = book("roster", "roster", needs=("roster", "server_clock"))
 watch_case = book("watch", "watch", needs=("watch",))

@@ -305,6 +305,7 @@ class _Run:
         if path:
             from rdzv.conformance.outcomes import write
 
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             write(self.reports, Path(path))
 
     @pytest.hookimpl(optionalhook=True)

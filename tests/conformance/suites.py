@@ -34,6 +34,7 @@ from rdzv.conformance import (
     concurrency_cases,  # noqa: F401
     fault_cases,  # noqa: F401
     handler_cases,  # noqa: F401
+    more_cases,  # noqa: F401
     store_cases,  # noqa: F401
     torchrun_cases,  # noqa: F401
 )

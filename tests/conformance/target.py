@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 DEADLINE_SECONDS = 20.0
 
 CONTROLS = {
-    "wipe": "lose all data while clients are connected",
+    "wipe": "lose all data while clients are connected (Target.wipe)",
+    "store": "open a store (Target.store)",
     "corrupt": "put bytes of somebody else in the place of a document (Target.corrupt)",
     "processes": "open the same data from another process (Target.recipe)",
     "network": "route connections through the kit's proxy (Target.address)",
@@ -136,6 +137,7 @@ class Target(ABC):
             return self.server.cannot(control)
         able = {
             "wipe": type(self).wipe is not Target.wipe,
+            "store": type(self).store is not Target.store,
             "corrupt": type(self).corrupt is not Target.corrupt,
             "processes": self.recipe() is not None,
             "network": self.address is not None,

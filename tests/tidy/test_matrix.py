@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -39,6 +41,16 @@ def test_what_is_kept_is_of_the_clauses_that_there_are(matrix: ModuleType) -> No
         expected = {identity for identity in known if identity.split("/")[0] in books}
         assert tried == expected, f"{report.target}: run `make test-full`, which draws it anew"
         assert report.good, report.target
+
+
+def test_every_file_of_clauses_is_in_the_suites() -> None:
+    """What a suite does not import, its users are not told of."""
+    program = "import sys; import rdzv.conformance.suites; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    files = (ROOT / "tests" / "conformance").glob("*_cases.py")
+    missing = [path.stem for path in files if f"rdzv.conformance.{path.stem}" not in loaded]
+    assert not missing
 
 
 def test_the_matrix_says_what_was_not_run(matrix: ModuleType) -> None:
