@@ -97,7 +97,7 @@ def a_spare_parks_without_a_deadline_and_takes_a_free_place(target: Target) -> N
 @without_garbage_collection()
 def lost_nodes_are_noticed_in_time_and_the_run_goes_on(target: Target) -> None:
     def lose(rank: int) -> None:
-        with Job(target, "2:3", run_id=f"rank-{rank}") as job:
+        with Job(target, "2:3", run_id=f"rank-{rank}", last_call_timeout=2.0) as job:
             nodes, old = job.start(3)
             lost = nodes.pop(rank)
             lost.vanish()
@@ -117,7 +117,7 @@ def lost_nodes_are_noticed_in_time_and_the_run_goes_on(target: Target) -> None:
         lose(2)
 
     def one_says_goodbye() -> None:
-        with Job(target, "2:3", run_id="goodbye") as job:
+        with Job(target, "2:3", run_id="goodbye", last_call_timeout=2.0) as job:
             nodes, _ = job.start(3)
             nodes.pop(0).exit()
             watch = Stopwatch()
@@ -126,7 +126,7 @@ def lost_nodes_are_noticed_in_time_and_the_run_goes_on(target: Target) -> None:
             join_all(nodes)
 
     def all_vanish_and_others_come_in_their_place() -> None:
-        with Job(target, "2:3", run_id="all") as job:
+        with Job(target, "2:3", run_id="all", last_call_timeout=2.0) as job:
             old, _ = job.start(3)
             for node in old:
                 node.vanish()
