@@ -25,6 +25,7 @@ from rdzv.backends.redis_client import (
     RedisConnections,
     RedisOptions,
     logger,
+    raw,
 )
 from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousStateError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
@@ -119,13 +120,13 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             question,
             self._redis.run(
                 "announce",
-                _raw(entry.node_id),
-                _raw(entry.round_label),
+                raw(entry.node_id),
+                raw(entry.round_label),
                 entry.data,
                 _milliseconds(ttl_seconds),
                 uuid.uuid4().hex,
-                _raw(question.peer_id),
-                _raw(question.round_label),
+                raw(question.peer_id),
+                raw(question.round_label),
                 self._redis.lifetime_ms,
             ),
         )
@@ -135,10 +136,10 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             question,
             self._redis.run(
                 "beat",
-                _raw(node_id),
+                raw(node_id),
                 _milliseconds(ttl_seconds),
-                _raw(question.peer_id),
-                _raw(question.round_label),
+                raw(question.peer_id),
+                raw(question.round_label),
                 self._redis.lifetime_ms,
             ),
         )
@@ -146,7 +147,7 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     def withdraw(self, node_id: str, ttl_seconds: float) -> None:
         self._redis.run(
             "withdraw",
-            _raw(node_id),
+            raw(node_id),
             _milliseconds(ttl_seconds),
             uuid.uuid4().hex,
             self._redis.lifetime_ms,
@@ -238,11 +239,7 @@ def _memory(client: Any) -> dict[str, Any]:
 def _expected(token: Token | None) -> bytes:
     if token is None:
         return b""
-    return _raw(token) if isinstance(token, str) and token else NO_TOKEN_OF_OURS
-
-
-def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+    return raw(token) if isinstance(token, str) and token else NO_TOKEN_OF_OURS
 
 
 def _milliseconds(seconds: float) -> int:

@@ -169,6 +169,11 @@ class RedisConnections:
         raise RendezvousConnectionError(self.explained(error)) from error
 
 
+def raw(text: str) -> bytes:
+    """A text of any characters as Redis keeps it."""
+    return text.encode("utf-8", "surrogatepass")
+
+
 @cache
 def script_text(name: str) -> tuple[str, str]:
     """A script with what belongs before it, and its digest."""

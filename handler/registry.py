@@ -56,7 +56,11 @@ class KnownBackend:
 
 
 _PROMISED = (
-    KnownBackend("redis", "host:port, redis://, rediss:// or unix://", ("redis",)),
+    KnownBackend(
+        "redis",
+        "host:port, redis://, rediss://, unix://, redis+sentinel://, redis+cluster://",
+        ("redis",),
+    ),
     KnownBackend("sql", "an SQLAlchemy URL", ("postgresql", "mysql")),
     KnownBackend("postgresql", "host:port/database or a URL", ("postgresql",)),
     KnownBackend("mysql", "host:port/database or a URL", ("mysql",)),

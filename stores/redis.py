@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rdzv.backends.redis import RedisBackend
-from rdzv.backends.redis_client import WAIT_SLICE_SECONDS_MAX, RedisConnections, RedisOptions
+from rdzv.backends.redis_client import (
+    WAIT_SLICE_SECONDS_MAX,
+    RedisConnections,
+    RedisOptions,
+    raw,
+)
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.settings import Settings
 from rdzv.stores.base import Store, StoreClient, Unanswered
@@ -74,18 +79,18 @@ class RedisClient(StoreClient):
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         if not keys:
             return []
-        fields = [_raw(key) for key in keys]
+        fields = [raw(key) for key in keys]
         values: list[bytes | None] = self._ask(
             lambda: self._redis.ask(lambda client: client.hmget(self._values, fields))
         )
         return values
 
     def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
-        flat = [part for key, value in pairs for part in (_raw(key), value)]
+        flat = [part for key, value in pairs for part in (raw(key), value)]
         self._run("store_set", operation, *flat)
 
     def add(self, key: str, amount: int, operation: str) -> int:
-        done, *total = self._run("store_add", operation, _raw(key), amount)
+        done, *total = self._run("store_add", operation, raw(key), amount)
         if not done:
             raise ValueError(
                 f"cannot add {amount} to {shown_keys([key])}: its value is no decimal number, or "
@@ -96,39 +101,39 @@ class RedisClient(StoreClient):
     def compare_set(
         self, key: str, expected: bytes, desired: bytes, operation: str
     ) -> bytes | None:
-        written, *found = self._run("store_compare_set", operation, _raw(key), expected, desired)
+        written, *found = self._run("store_compare_set", operation, raw(key), expected, desired)
         return desired if written else (found[0] if found else None)
 
     def append(self, key: str, value: bytes, operation: str) -> None:
         limit = self.value_bytes_max
-        if not self._run("store_append", operation, _raw(key), value, limit):
+        if not self._run("store_append", operation, raw(key), value, limit):
             raise ValueError(
                 f"value for {shown_keys([key])} would have more than value_bytes_max ({limit})"
             )
 
     def delete(self, key: str, operation: str) -> bool:
-        return bool(self._run("store_delete", operation, _raw(key)))
+        return bool(self._run("store_delete", operation, raw(key)))
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        positions = self._ask(lambda: self._redis.run("store_missing", *map(_raw, keys)))
+        positions = self._ask(lambda: self._redis.run("store_missing", *map(raw, keys)))
         return [keys[position - 1] for position in positions]
 
     def count_keys(self, prefix: str) -> int:
-        return int(self._ask(lambda: self._redis.run("store_keys", _raw(prefix), 0)))
+        return int(self._ask(lambda: self._redis.run("store_keys", raw(prefix), 0)))
 
     def list_keys(self, prefix: str) -> list[str]:
-        found = self._ask(lambda: self._redis.run("store_keys", _raw(prefix), 1))
+        found = self._ask(lambda: self._redis.run("store_keys", raw(prefix), 1))
         return [key.decode("utf-8", "surrogatepass") for key in found]
 
     def queue_push(self, key: str, value: bytes, operation: str) -> None:
-        self._run("store_push", operation, _raw(key), value)
+        self._run("store_push", operation, raw(key), value)
 
     def queue_pop(self, key: str, operation: str) -> bytes | None:
-        value: bytes | None = self._run("store_pop", operation, _raw(key))
+        value: bytes | None = self._run("store_pop", operation, raw(key))
         return value
 
     def queue_len(self, key: str) -> int:
-        queue = self._redis.base + b"queue:" + _raw(key)
+        queue = self._redis.base + b"queue:" + raw(key)
         return int(self._ask(lambda: self._redis.ask(lambda client: client.llen(queue))))
 
     def wait_for_keys(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
@@ -156,7 +161,7 @@ class RedisClient(StoreClient):
 
     def _sleep(self, key: str, seconds: float, is_there: Callable[[], bool]) -> None:
         """Until the key is written, or for a while; not at all if it is there by now."""
-        channel = self._redis.base + b"wake:" + _raw(key)
+        channel = self._redis.base + b"wake:" + raw(key)
 
         def listen(client: Any) -> None:
             with client.pubsub() as pubsub:
@@ -185,7 +190,3 @@ def _translated() -> Iterator[None]:
         raise Unanswered(str(error)) from error
     except RendezvousStateError as error:
         raise dist.DistStoreError(str(error)) from error
-
-
-def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")

@@ -17,8 +17,12 @@ import pytest
 
 NOT_RUN = pytest.StashKey[str]()
 """Why the kit could not try the clause of this test item."""
+LACKING = pytest.StashKey[str]()
+"""The capability, declared missing, that excuses this test item, with the reason."""
 
 FORMAT = 1
+RUN = "rdzv-conformance-run"
+"""The name under which the plug-in registers what it finds."""
 SUITES = ("backend", "roster", "watch", "store", "handler", "torchrun")
 """The books of clauses, each of which has a suite."""
 HOLDS, FAILS, DEVIATES, WITHOUT, UNDECLARED, NOT_TRIED = (
@@ -33,7 +37,7 @@ MEANINGS = {
     HOLDS: "tried, and true",
     FAILS: "tried, and false",
     DEVIATES: "false, as declared by an xfail with a reason",
-    WITHOUT: "false, as it belongs to a capability that is declared to be missing",
+    WITHOUT: "false or not tried, as it belongs to a capability that is declared to be missing",
     UNDECLARED: "true, though its capability is declared to be missing",
     NOT_TRIED: "not tried, for want of what the reason names",
 }
@@ -64,24 +68,31 @@ class Report:
     without: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    """Clauses of the suites that were not selected."""
+    expected: list[str] = field(default_factory=list)
+    """The clauses of all suites that were collected, selected or not."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Clauses that have no outcome, for whatever reason."""
+        return sorted(set(self.expected) - {one.id for one in self.outcomes})
 
     @property
     def complete(self) -> bool:
-        """Whether every clause was selected."""
+        """Whether every clause of every suite has an outcome."""
         return not self.left_out
 
     @property
     def good(self) -> bool:
-        """Whether every clause that was tried came out as declared."""
-        return all(one.outcome != FAILS for one in self.outcomes)
+        """Whether something holds, and every clause that was tried came out as declared."""
+        kinds = {one.outcome for one in self.outcomes}
+        return HOLDS in kinds and FAILS not in kinds
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         return {
             "format": FORMAT,
             **asdict(self),
+            "left_out": self.left_out,
             "complete": self.complete,
             "good": self.good,
         }
@@ -92,7 +103,7 @@ class Report:
         row = {**data}
         if row.pop("format", None) != FORMAT:
             raise ValueError("no report of this version of rdzv.conformance")
-        for derived in ("complete", "good"):
+        for derived in ("left_out", "complete", "good"):
             row.pop(derived)
         row["outcomes"] = [Outcome(**one) for one in row["outcomes"]]
         return cls(**row)
@@ -105,8 +116,7 @@ class Report:
             if known is None or BY_SEVERITY.index(one.outcome) < BY_SEVERITY.index(known.outcome):
                 worst[one.id] = one
         self.outcomes = list(worst.values())
-        tried = set(worst)
-        self.left_out = [each for each in self.left_out + other.left_out if each not in tried]
+        self.expected = sorted({*self.expected, *other.expected})
 
     def counts(self) -> dict[tuple[str, str], dict[str, int]]:
         """By book and group: how many clauses came out how."""

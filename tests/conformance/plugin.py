@@ -11,12 +11,13 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rdzv.conformance.outcomes import SUITES
+from rdzv.conformance.outcomes import RUN, SUITES
 from rdzv.conformance.servers.options import add_options, options_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "rdzv.conformance"
-RUN = "rdzv-conformance-run"
 REASON_CHARACTERS_MAX = 400
 DEFAULT_SUITES = "backend,roster,watch,store,handler"
 TECHNOLOGY_OF_BACKEND = {
@@ -176,20 +176,32 @@ def _clause_of(item: pytest.Item) -> Clause | None:
 
 def problems_of_suite(suite: Any, xfail_is_strict: bool = False) -> list[str]:
     """How a subclass of a suite escapes a clause without saying so, in sentences."""
+    from rdzv.conformance.suites import MADE
+
     problems = []
     for clause in suite.clauses:
         test = getattr(suite, f"test_{clause.name}", None)
         where = f"{suite.__name__}.test_{clause.name}"
         if test is None:
             problems.append(f"{where} is missing")
-        elif getattr(test, "clause", None) is not clause:
-            marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "xfail"]
-            if not any(
-                mark.kwargs.get("reason") and mark.kwargs.get("strict", xfail_is_strict)
-                for mark in marks
-            ):
-                problems.append(f"{where} is overridden without xfail(reason=..., strict=True)")
+        elif test not in MADE and not _is_declared(test, xfail_is_strict):
+            problems.append(f"{where} is overridden without xfail(reason=..., strict=True)")
+    marks = [mark.name for mark in getattr(suite, "pytestmark", ())]
+    if "xfail" in marks:
+        problems.append(f"{suite.__name__} is marked xfail as a whole: declare each deviation")
     return problems
+
+
+def _is_declared(test: Any, xfail_is_strict: bool) -> bool:
+    """Whether an override says so: it must fail, always, for a reason."""
+    return any(
+        mark.name == "xfail"
+        and not mark.args
+        and "condition" not in mark.kwargs
+        and mark.kwargs.get("reason")
+        and mark.kwargs.get("strict", xfail_is_strict)
+        for mark in getattr(test, "pytestmark", ())
+    )
 
 
 class _Run:
@@ -197,8 +209,10 @@ class _Run:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self._by_place: dict[tuple[Any, str], Report] = {}
+        self._by_place: dict[str, Report] = {}
         """By suite and parameters: the target is known only once a test of them has run."""
+        self._refused: dict[Any, str] = {}
+        """Suites that break the rules, where that could not stop the run before it began."""
         self._pool: ServerPool | None = None
 
     @property
@@ -217,39 +231,64 @@ class _Run:
 
     @property
     def reports(self) -> list[Report]:
-        """One for each target of which something was tried."""
+        """One for each target; a suite of which nothing ran stands for its unknown target."""
         by_target: dict[str, Report] = {}
         for report in self._by_place.values():
-            if not report.outcomes:
-                continue
-            known = by_target.setdefault(report.target, report)
-            if known is not report:
+            known = by_target.get(report.target)
+            if known is None:
+                by_target[report.target] = replace(report)
+            else:
                 known.merge(report)
-        self._by_place = {(name, ""): report for name, report in by_target.items()}
         return list(by_target.values())
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Before anything is selected: what has no outcome in the end was left out."""
+        suite = _suite_of(item)
+        if suite is not None and self._is_chosen(item, suite):
+            self._report_of(item)
+
+    def _is_chosen(self, item: pytest.Item, suite: Any) -> bool:
+        """Not a suite of the mode without code that the user has not asked for."""
+        ours = item.path.resolve().parent == HERE
+        return not ours or suites_of(self.config).issuperset(suite.books)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self.config.getoption("--rdzv-backend"):
-            chosen = suites_of(self.config)
-            items[:] = [
-                item
-                for item in items
-                if (suite := _suite_of(item)) is None
-                or item.path.resolve().parent != HERE
-                or chosen.issuperset(suite.books)
-            ]
+        items[:] = [
+            item
+            for item in items
+            if (suite := _suite_of(item)) is None or self._is_chosen(item, suite)
+        ]
         suites = {suite for item in items if (suite := _suite_of(item)) is not None}
         strict = bool(self.config.getini("xfail_strict"))
-        problems = [text for suite in suites for text in problems_of_suite(suite, strict)]
-        if problems:
-            raise pytest.UsageError("\n".join(sorted(problems)))
+        for suite in suites:
+            problems = problems_of_suite(suite, strict)
+            if problems:
+                self._refused[suite] = "\n".join(problems)
+        if self._refused and not self._is_worker:
+            raise pytest.UsageError("\n".join(sorted(self._refused.values())))
 
-    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        for item in items:
-            clause = _clause_of(item)
-            if clause is not None:
-                self._report_of(item).left_out.append(clause.id)
+    @property
+    def _is_worker(self) -> bool:
+        """Whether this is a process of pytest-xdist, which cannot end the run by an exception."""
+        return hasattr(self.config, "workeroutput")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """What the command line gets wrong is said once, and not by every clause."""
+        ours = any(item.path.resolve().parent == HERE for item in session.items)
+        if ours and self.config.getoption("--rdzv-backend") and not self._is_worker:
+            try:
+                target_of(self.config).close()
+            except pytest.UsageError:
+                raise
+            except Exception as error:
+                text = str(error).strip() or repr(error)
+                raise pytest.UsageError(f"--rdzv-backend cannot be opened: {text}") from error
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        refused = self._refused.get(_suite_of(item))
+        if refused:
+            pytest.fail(refused, pytrace=False)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -273,9 +312,12 @@ class _Run:
         from rdzv.conformance.outcomes import Report, versions
 
         suite = _suite_of(item)
-        place = (suite, item.callspec.id if hasattr(item, "callspec") else "")
+        parameters = item.callspec.id if hasattr(item, "callspec") else ""
+        place = f"{item.nodeid.partition('::')[0]}::{suite.__qualname__}[{parameters}]"
         if place not in self._by_place:
-            self._by_place[place] = Report(suite.__name__, versions=versions())
+            expected = sorted(clause.id for clause in suite.clauses)
+            report = Report(suite.__name__, versions=versions(), expected=expected)
+            self._by_place[place] = report
         report = self._by_place[place]
         target: Any = getattr(item, "funcargs", {}).get("target")
         if target is not None:
@@ -299,7 +341,7 @@ class _Run:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
-            output[RUN] = [report.to_json() for report in self.reports]
+            output[RUN] = {place: each.to_json() for place, each in self._by_place.items()}
             return
         path = self.config.getoption("--rdzv-report")
         if path:
@@ -313,9 +355,13 @@ class _Run:
         """Where pytest-xdist spreads the tests over processes: what one of them has found."""
         from rdzv.conformance.outcomes import Report
 
-        for data in getattr(node, "workeroutput", {}).get(RUN, ()):
+        for place, data in getattr(node, "workeroutput", {}).get(RUN, {}).items():
             report = Report.from_json(data)
-            self._by_place[node.gateway.id, report.target] = report
+            known = self._by_place.get(place)
+            if known is None or not known.outcomes:
+                self._by_place[place] = report
+            else:
+                known.merge(report)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         missing = self._missing_servers()
@@ -341,6 +387,7 @@ def _outcome_of(
         DEVIATES,
         FAILS,
         HOLDS,
+        LACKING,
         NOT_RUN,
         NOT_TRIED,
         UNDECLARED,
@@ -351,19 +398,35 @@ def _outcome_of(
     reason = getattr(test_report, "wasxfail", "").removeprefix("reason: ")
     if test_report.passed and test_report.when != "call":
         return None
-    if test_report.skipped and hasattr(test_report, "wasxfail"):
-        kind = WITHOUT if reason.startswith("without ") else DEVIATES
+    is_override = getattr(item, "obj", None) is not None and not _is_made(item)
+    if test_report.skipped and hasattr(test_report, "wasxfail") and LACKING in item.stash:
+        kind = WITHOUT
+    elif test_report.skipped and hasattr(test_report, "wasxfail") and is_override:
+        kind = DEVIATES
     elif test_report.skipped and NOT_RUN in item.stash:
         kind, reason = NOT_TRIED, item.stash[NOT_RUN]
     elif test_report.skipped:
         reason = f"skipped by the side that is under test: {_skip_reason(test_report)}"
         test_report.outcome, test_report.longrepr, kind = "failed", reason, FAILS
+        # pytest does not count a failure that has it.
+        vars(test_report).pop("wasxfail", None)
     elif test_report.failed:
         error = call.excinfo.exconly() if call.excinfo else str(test_report.longreprtext)
         kind, reason = FAILS, error.strip()[:REASON_CHARACTERS_MAX]
+    elif is_override:
+        # Only under --runxfail: what stands in the place of a clause cannot show that it holds.
+        reason, kind = "an override passed", FAILS
+        test_report.outcome, test_report.longrepr = "failed", reason
     else:
-        kind = UNDECLARED if hasattr(test_report, "wasxfail") else HOLDS
+        kind = UNDECLARED if LACKING in item.stash else HOLDS
     return Outcome(clause.id, kind, reason, round(test_report.duration, 3))
+
+
+def _is_made(item: pytest.Item) -> bool:
+    """Whether a test is the kit's own."""
+    from rdzv.conformance.suites import MADE
+
+    return getattr(item, "function", None) in MADE
 
 
 def _skip_reason(test_report: pytest.TestReport) -> str:

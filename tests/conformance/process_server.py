@@ -14,18 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rdzv.conformance.servers.local import free_port
 from rdzv.conformance.target import Server
 
 LOG_BYTES_SHOWN = 2000
 LOOPBACK = "127.0.0.1"
 GUARD = 'read line; kill -s KILL -- "-$0"'
-
-
-def free_port() -> int:
-    """A port on which nobody listens now."""
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 class ProcessServer(Server):

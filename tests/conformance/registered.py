@@ -10,13 +10,14 @@ import importlib
 import uuid
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv import registry
+from rdzv.conformance.servers.base import with_address
 from rdzv.conformance.target import Server, Target
 from rdzv.errors import RendezvousSettingsError, mask_secrets
 from rdzv.ports import Closable, Roster, Watch
@@ -125,23 +126,6 @@ def address_in(endpoint: str) -> tuple[str, int] | None:
     except ValueError:
         return None
     return (host, port) if host and port else None
-
-
-def with_address(endpoint: str, address: tuple[str, int]) -> str:
-    """The endpoint with another host and port.
-
-    >>> with_address("redis://user:secret@db.example:6379/0", ("127.0.0.1", 4711))
-    'redis://user:secret@127.0.0.1:4711/0'
-    >>> with_address("db.example:2379", ("127.0.0.1", 4711))
-    '127.0.0.1:4711'
-    """
-    has_scheme = "://" in endpoint
-    parts = urlsplit(endpoint if has_scheme else f"//{endpoint}")
-    user, at, _ = parts.netloc.rpartition("@")
-    host, port = address
-    shown = f"[{host}]" if ":" in host else host
-    changed = urlunsplit(parts._replace(netloc=f"{user}{at}{shown}:{port}"))
-    return changed if has_scheme else changed.removeprefix("//")
 
 
 def _load(path: str) -> Any:

@@ -40,10 +40,15 @@ from rdzv.conformance import (
 )
 from rdzv.conformance.capabilities import problems_of
 from rdzv.conformance.clauses import BOOKS, Clause
-from rdzv.conformance.outcomes import NOT_RUN
+from rdzv.conformance.outcomes import LACKING, NOT_RUN, RUN
 from rdzv.conformance.target import Target
+from rdzv.ports import Roster, Watch
 
 THREADS_END_SECONDS = 10.0
+INTERFACES = {"roster": Roster, "watch": Watch}
+"""What a class inherits, rdzv uses: to declare it missing besides excuses nothing."""
+MADE: set[Callable[..., None]] = set()
+"""The tests that were made here. Whatever else stands in their place is an override."""
 S = TypeVar("S", bound="Suite")
 
 
@@ -54,8 +59,14 @@ def _test_of(clause: Clause) -> Callable[..., None]:
         assert not problems, "; ".join(problems)
         lacking = [name for name in clause.needs if name in target.without]
         impossible = [reason for name in clause.controls if (reason := target.cannot(name))]
+        for name in set(lacking) & set(INTERFACES):
+            assert not isinstance(target.connect(), INTERFACES[name]), (
+                f"{name} is declared missing, and rdzv uses it all the same, since the backend "
+                f"inherits {INTERFACES[name].__name__}: drop the base class"
+            )
         if lacking:
             reason = f"without {lacking[0]}: {target.without[lacking[0]]}"
+            request.node.stash[LACKING] = reason
             if impossible:
                 pytest.xfail(reason)
             request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
@@ -67,7 +78,7 @@ def _test_of(clause: Clause) -> Callable[..., None]:
 
     test.__name__ = f"test_{clause.name}"
     test.__doc__ = clause.sentence
-    vars(test)["clause"] = clause
+    MADE.add(test)
     return test
 
 
@@ -103,8 +114,17 @@ class Suite:
                 for clause in BOOKS.get(name, ())
                 if not groups or clause.group in groups
             )
+            if not cls.clauses:
+                raise ValueError(f"{cls.__name__}: no clause is in {books} {groups}")
             for clause in cls.clauses:
                 setattr(cls, f"test_{clause.name}", _test_of(clause))
+
+    @pytest.fixture(autouse=True)
+    def rules_are_kept(self, request: pytest.FixtureRequest) -> None:
+        """Without the plug-ins a skipped clause would pass unseen, and a hang would hang."""
+        for name in (RUN, "timeout"):
+            if not request.config.pluginmanager.has_plugin(name):
+                pytest.fail(f"pytest runs without the plug-in {name}: -p rdzv.conformance.plugin")
 
     @pytest.fixture
     def target(self) -> Iterator[Target]:
@@ -142,6 +162,9 @@ def marked(mark: pytest.MarkDecorator, *groups: str) -> Callable[[type[S]], type
     """A class decorator: the clauses of these groups get a mark, for instance
     ``pytest.mark.full``. They are the same clauses, and no deviations."""
 
+    if mark.name in ("skip", "skipif", "xfail"):
+        raise ValueError(f"clauses are not to be marked {mark.name}: see deviates()")
+
     def declare(suite: type[S]) -> type[S]:
         for clause in suite.clauses:
             if clause.group in groups:
@@ -159,6 +182,7 @@ def _copy_of(suite: type[Suite], clause: Clause) -> Callable[..., None]:
     def copy(self: Suite, target: Target, request: pytest.FixtureRequest) -> None:
         test(self, target, request)
 
+    MADE.add(copy)
     return copy
 
 
@@ -174,7 +198,6 @@ def deviates(name: str, reason: str, *, run: bool = True) -> Callable[[type[S]],
         def deviating(self: Suite, target: Target, request: pytest.FixtureRequest) -> None:
             test(self, target, request)
 
-        delattr(deviating, "clause")
         setattr(suite, f"test_{name}", deviating)
         return suite
 

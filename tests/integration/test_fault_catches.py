@@ -271,6 +271,10 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessServer]:
     server.close()
 
 
+ATTEMPTS_MAX = 3
+"""Which answer is lost is up to chance: a mistake in one kind of call may be passed over once."""
+
+
 def assert_fails(clause_name: str, target: NetworkTarget, text: str) -> None:
     [clause] = [each for book in BOOKS.values() for each in book if each.name == clause_name]
     assert clause.group == "faults"
@@ -292,10 +296,16 @@ def assert_fails(clause_name: str, target: NetworkTarget, text: str) -> None:
 def test_a_bad_backend_is_caught(
     remote: ProcessServer, backend: type[RemoteBackend], clause: str, text: str
 ) -> None:
-    target = RemoteTarget(remote, f"{backend.__name__}-{clause}-")
-    target.call_seconds_max, target.recovery_seconds_max = 1.5, 0.5
-    target.backend = backend
-    assert_fails(clause, target, text)
+    for attempt in range(ATTEMPTS_MAX):
+        target = RemoteTarget(remote, f"{backend.__name__}-{clause}-{attempt}-")
+        target.call_seconds_max, target.recovery_seconds_max = 1.5, 0.5
+        target.backend = backend
+        if attempt == ATTEMPTS_MAX - 1:
+            assert_fails(clause, target, text)
+            return
+        with contextlib.suppress(pytest.fail.Exception):
+            assert_fails(clause, target, text)
+            return
 
 
 @pytest.mark.parametrize(("kind", "clause", "text"), STORES)

@@ -121,7 +121,100 @@ def test_a_suite_that_lost_a_clause_does_not_run(
     code, text, reports = run(pytester, suite)
     assert code == pytest.ExitCode.USAGE_ERROR, text
     assert says in text
-    assert reports == []
+    assert not any(report["good"] or report["complete"] for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("suite", "says"),
+    [
+        (
+            "@pytest.mark.xfail(reason='later')\nclass TestTiny(Tiny): pass",
+            "TestTiny is marked xfail as a whole",
+        ),
+        (
+            """
+            class TestTiny(Tiny):
+                @pytest.mark.xfail(threading is None, reason="elsewhere", strict=True)
+                def test_one_is_one(self): pass
+            """,
+            "test_one_is_one is overridden without xfail",
+        ),
+        (
+            """
+            import functools
+            class TestTiny(Tiny):
+                @functools.wraps(Tiny.test_one_is_one)
+                def test_one_is_one(self, target, request):
+                    try:
+                        Tiny.test_one_is_one(self, target, request)
+                    except AssertionError:
+                        pass
+            """,
+            "test_one_is_one is overridden without xfail",
+        ),
+        ("from rdzv.conformance.suites import marked\nmarked(pytest.mark.xfail, 'quick')", "xfail"),
+        ("class TestTiny(Suite, books=('tinny',)): pass", "no clause is in"),
+        ("class TestTiny(Suite, books=(BOOK,), groups=('quik',)): pass", "no clause is in"),
+    ],
+)
+def test_other_ways_to_lose_a_clause(pytester: pytest.Pytester, suite: str, says: str) -> None:
+    code, text, _ = run(pytester, suite)
+    assert code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERRUPTED), text
+    assert says in text
+
+
+def test_an_xfail_from_the_tested_side_is_a_failure(pytester: pytest.Pytester) -> None:
+    suite = """
+        class TestTiny(Tiny):
+            @pytest.fixture
+            def target(self):
+                pytest.xfail("without any: no server on this machine")
+    """
+    code, text, reports = run(pytester, suite)
+    assert code == pytest.ExitCode.TESTS_FAILED, text
+    assert {outcome for outcome, _ in outcomes(reports).values()} == {"fails"}
+
+
+def test_what_the_class_inherits_cannot_be_declared_missing(pytester: pytest.Pytester) -> None:
+    suite = """
+        from rdzv.ports import Watch
+        class Deaf(Watch):
+            def wait_for_change(self, token, timeout_seconds, revision=None):
+                return None
+        class Declared(One):
+            without = {"watch": "it is a little slow"}
+            def connect(self, run_id="job"):
+                return Deaf()
+        class TestTiny(Tiny):
+            @pytest.fixture
+            def target(self):
+                return Declared()
+    """
+    code, text, reports = run(pytester, suite, "-k", "two")
+    assert code == pytest.ExitCode.TESTS_FAILED, text
+    assert "drop the base class" in text
+    assert outcomes(reports)["two_is_two"][0] == "fails"
+
+
+def test_clauses_that_never_ran_are_left_out(pytester: pytest.Pytester) -> None:
+    two = "class TestTiny(Tiny): pass\nclass TestOther(Tiny): pass"
+    code, text, reports = run(pytester, two, "-k", "TestTiny")
+    assert code == 0, text
+    by_target = {report["target"]: report for report in reports}
+    assert by_target["one"]["complete"]
+    assert not by_target["TestOther"]["complete"]
+    assert not by_target["TestOther"]["good"]
+
+
+@pytest.mark.parametrize("name", ["rdzv-conformance", "timeout"])
+def test_without_its_plug_ins_no_clause_passes(pytester: pytest.Pytester, name: str) -> None:
+    pytester.makepyfile(
+        test_bare=f"BOOK = 'bare {name}'\n{KIT}\nclass TestTiny(Tiny): pass\n",
+    )
+    done = pytester.runpytest_subprocess("-p", f"no:{name}", "test_bare.py")
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    assert "pytest runs without the plug-in" in done.stdout.str()
+    assert "passed" not in done.stdout.str()
 
 
 @pytest.mark.parametrize(
@@ -236,6 +329,11 @@ def test_reports_of_several_processes_are_one(pytester: pytest.Pytester) -> None
     assert code == 0, text
     assert set(outcomes(reports)) == {"two_is_two"}
     assert len(reports[0]["left_out"]) == 2
+    broken = "class TestTiny(Tiny):\n    def test_one_is_one(self): pass"
+    code, text, reports = run(pytester, broken, "-p", "xdist", "-n2")
+    assert code == pytest.ExitCode.TESTS_FAILED, text
+    assert "test_one_is_one is overridden without xfail" in text
+    assert {outcome for outcome, _ in outcomes(reports).values()} == {"fails"}
 
 
 def test_a_thread_that_stays_is_a_failure(

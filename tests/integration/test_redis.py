@@ -262,7 +262,9 @@ def test_closing_ends_a_wait(server: Any, opened: Any) -> None:
     assert backend.get_state() is None, "it opens anew"
 
 
-def test_health_of_the_log(caplog: pytest.LogCaptureFixture, server: Any, opened: Any) -> None:
+def test_nothing_is_logged_of_a_server_that_is_well(
+    caplog: pytest.LogCaptureFixture, server: Any, opened: Any
+) -> None:
     with caplog.at_level(logging.DEBUG, logger="rdzv"):
         backend = opened(RedisBackend(server.endpoint(), "quiet"))
         backend.open()

@@ -12,7 +12,7 @@ import pytest
 
 from rdzv.conformance import suites
 from rdzv.conformance.clauses import BOOKS
-from rdzv.conformance.outcomes import FAILS, HOLDS, Outcome, Report, read, write
+from rdzv.conformance.outcomes import FAILS, HOLDS, NOT_TRIED, Outcome, Report, read, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +65,7 @@ def test_a_run_that_left_clauses_out_is_refused(
     matrix: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "report.json"
-    write([Report("redis", left_out=["backend/state/x"])], path)
+    write([Report("redis", expected=["backend/state/x"])], path)
     monkeypatch.setattr("sys.argv", ["matrix.py", str(path)])
     kept = matrix.KEPT.read_bytes()
     with pytest.raises(SystemExit, match="left out on redis"):
@@ -77,10 +77,17 @@ def test_two_reports_of_a_target_are_one_with_the_worse_outcomes() -> None:
     first = Report(
         "redis", outcomes=[Outcome("a", HOLDS), Outcome("b", FAILS), Outcome("c", HOLDS)]
     )
-    second = Report(
-        "redis", outcomes=[Outcome("a", FAILS), Outcome("b", HOLDS)], left_out=["c", "d"]
-    )
+    second = Report("redis", outcomes=[Outcome("a", FAILS), Outcome("b", HOLDS)])
+    first.expected, second.expected = ["a", "b"], ["c", "d"]
     first.merge(second)
     found = {one.id: one.outcome for one in first.outcomes}
     assert found == {"a": FAILS, "b": FAILS, "c": HOLDS}
     assert first.left_out == ["d"]
+    assert not first.complete
+    assert not first.good
+
+
+def test_a_report_in_which_nothing_holds_is_not_good() -> None:
+    assert not Report("redis").good
+    assert not Report("redis", outcomes=[Outcome("a", NOT_TRIED)]).good
+    assert Report("redis", outcomes=[Outcome("a", NOT_TRIED), Outcome("b", HOLDS)]).good
