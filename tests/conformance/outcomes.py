@@ -57,6 +57,11 @@ class Outcome:
     seconds: float = 0.0
 
 
+def worse_of(first: Outcome, second: Outcome) -> Outcome:
+    """Of two outcomes of one clause the one that tells more of what is wrong."""
+    return min(first, second, key=lambda one: BY_SEVERITY.index(one.outcome))
+
+
 @dataclass(slots=True)
 class Report:
     """All that one run has shown of one target."""
@@ -112,9 +117,7 @@ class Report:
         """Take over another report of the same target: of two outcomes of a clause, the worse."""
         worst = {one.id: one for one in self.outcomes}
         for one in other.outcomes:
-            known = worst.get(one.id)
-            if known is None or BY_SEVERITY.index(one.outcome) < BY_SEVERITY.index(known.outcome):
-                worst[one.id] = one
+            worst[one.id] = worse_of(worst.get(one.id, one), one)
         self.outcomes = list(worst.values())
         self.expected = sorted({*self.expected, *other.expected})
 

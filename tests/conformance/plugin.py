@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "rdzv.conformance"
-REASON_CHARACTERS_MAX = 400
+REASON_CHARACTERS_MAX = 4000
 DEFAULT_SUITES = "backend,roster,watch,store,handler"
 TECHNOLOGY_OF_BACKEND = {
     "redis": "redis",
@@ -298,18 +298,22 @@ class _Run:
         clause = _clause_of(item)
         if clause is None:
             return test_report
+        from rdzv.conformance.outcomes import worse_of
+
         outcome = _outcome_of(item, clause, test_report, call)
         if outcome is None:
             return test_report
         outcomes = self._report_of(item).outcomes
         if outcomes and outcomes[-1].id == outcome.id:
-            # A teardown that fails after the clause held.
-            outcomes.pop()
+            # A teardown that fails after the clause held; or a repetition, which does not make
+            # good what failed before.
+            outcome = worse_of(outcomes.pop(), outcome)
         outcomes.append(outcome)
         return test_report
 
     def _report_of(self, item: pytest.Item) -> Report:
         from rdzv.conformance.outcomes import Report, versions
+        from rdzv.conformance.target import Target
 
         suite = _suite_of(item)
         parameters = item.callspec.id if hasattr(item, "callspec") else ""
@@ -320,8 +324,9 @@ class _Run:
             self._by_place[place] = report
         report = self._by_place[place]
         target: Any = getattr(item, "funcargs", {}).get("target")
-        if target is not None:
-            report.target, report.endpoint = target.name, target.endpoint
+        if isinstance(target, Target):
+            report.target = target.name or type(target).__name__
+            report.endpoint = target.endpoint
             report.without = dict(target.without)
             server = target.server
             of_server = f"{server.technology} {server.version}" if server else ""

@@ -55,6 +55,9 @@ S = TypeVar("S", bound="Suite")
 def _test_of(clause: Clause) -> Callable[..., None]:
     @pytest.mark.timeout(clause.timeout_seconds)
     def test(self: Suite, target: Target, request: pytest.FixtureRequest) -> None:
+        assert isinstance(target, Target), (
+            f"the fixture target gives {target!r}, which is no Target"
+        )
         problems = problems_of(target.without)
         assert not problems, "; ".join(problems)
         lacking = [name for name in clause.needs if name in target.without]

@@ -71,8 +71,8 @@ class Server(ABC):
 class Target(ABC):
     """What is under test."""
 
-    name: str
-    """For reports."""
+    name: str = ""
+    """For reports; by default that of the class."""
     endpoint: str = ""
     """For reports, with secrets masked."""
     without: Mapping[str, str] = MappingProxyType({})

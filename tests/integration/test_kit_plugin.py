@@ -368,6 +368,57 @@ def test_a_fixture_that_fails_is_a_failure_of_the_clause(pytester: pytest.Pytest
     assert (outcome, "no server" in reason) == ("fails", True)
 
 
+def test_a_target_without_a_name_and_one_that_is_none(pytester: pytest.Pytester) -> None:
+    nameless = """
+        class Nameless(One):
+            name = ""
+        class TestTiny(Tiny):
+            @pytest.fixture
+            def target(self):
+                return {}
+        """
+    code, text, reports = run(pytester, nameless.format("Nameless()"))
+    assert code == 0, text
+    assert reports[0]["target"] == "Nameless"
+    code, text, reports = run(pytester, nameless.format("object()"))
+    assert code == 1, text
+    assert {kind for kind, _ in outcomes(reports).values()} == {"fails"}
+    assert "which is no Target" in outcomes(reports)["one_is_one"][1]
+
+
+def test_a_repetition_does_not_make_good_what_failed(pytester: pytest.Pytester) -> None:
+    # As pytest-rerunfailures does: only the last try is logged.
+    pytester.makeconftest(
+        """
+        from _pytest.runner import runtestprotocol
+
+        def pytest_runtest_protocol(item, nextitem):
+            for reports in (runtestprotocol(item, nextitem=nextitem, log=False) for _ in range(2)):
+                if not any(report.failed for report in reports):
+                    break
+            for report in reports:
+                item.ihook.pytest_runtest_logreport(report=report)
+            return True
+        """
+    )
+    code, text, reports = run(
+        pytester,
+        """
+        answers = [1, 5]
+
+        class TestTiny(Tiny):
+            @pytest.fixture
+            def target(self):
+                target = One()
+                target.answer = answers.pop() if answers else 1
+                return target
+        """,
+    )
+    assert code == 0, text
+    assert outcomes(reports)["one_is_one"][0] == "fails", text
+    assert not reports[0]["good"]
+
+
 def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:
     other = """
         def test_other():
