@@ -44,6 +44,7 @@ from rdzv.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
 from rdzv.keepalive import KeepAlive
@@ -110,6 +111,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         )
         self._departure = Departure(self._withdraw)
         self._round_store: weakref.ref[RoundStore] | None = None
+        self._process_id = os.getpid()
+        self._in_barrier = threading.Lock()
         self._holds_round = False
         self._has_closed = False
         self._is_shut_down = False
@@ -165,9 +168,20 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return notice.count
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class."""
+        """See base class. Raises ``RendezvousStateError`` while another call of it waits."""
         if self._is_shut_down:
             raise RendezvousClosedError("This rendezvous handler was shut down.")
+        if not self._in_barrier.acquire(blocking=False):
+            raise RendezvousStateError(
+                "next_rendezvous() of this handler waits in another thread already: a handler is "
+                "one node. Make a handler for each node."
+            )
+        try:
+            return self._next_rendezvous()
+        finally:
+            self._in_barrier.release()
+
+    def _next_rendezvous(self) -> RendezvousInfo:
         self._holds_round = False
         seconds = self._settings.join_timeout_seconds
         with self._departure.on_sigterm():
@@ -193,8 +207,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """See base class. Closes the run if this node is in its current round or has finished it;
-        any other node only removes itself. Never raises."""
-        if self._is_shut_down:
+        any other node only removes itself. Never raises. Does nothing in a forked child, whose end
+        is not the end of the node."""
+        if self._is_shut_down or os.getpid() != self._process_id:
             return True
         self._is_shut_down = True
         self._release("this node has shut down")

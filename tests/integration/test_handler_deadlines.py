@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from rdzv.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
 from rdzv.ports import Closable, Token
@@ -129,6 +131,32 @@ def shutdown_never_raises() -> None:
         backend.is_down = True
         assert node.handler.shutdown() is False
         assert node.handler.shutdown() is True, "what has been tried is not tried again"
+
+
+def a_second_barrier_of_one_handler_is_refused() -> None:
+    with Job("2:2") as job:
+        node, other = job.node(), job.node()
+        joining = node.join()
+        wait_until(
+            "it is in the barrier", lambda: bool(MemoryBackend(job.space, job.run_id).entries())
+        )
+        with pytest.raises(RendezvousStateError, match="another thread"):
+            node.handler.next_rendezvous()
+        other.join().result(PATIENCE_SECONDS)
+        joining.result(PATIENCE_SECONDS)
+        assert len(node.state.participants) == 2
+
+
+def a_forked_child_closes_nothing() -> None:
+    with Job("1:1") as job:
+        (node,), _ = job.start(1)
+        child = os.fork()
+        if not child:
+            os._exit(0 if node.handler.shutdown() and not node.handler.is_closed() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not node.handler._is_shut_down
+        assert node.handler.shutdown()
+        assert node.handler.is_closed()
 
 
 # ------------------------------------------------------------------------------------- bootstrap
@@ -363,6 +391,8 @@ def test_what_ends_although_something_hangs() -> None:
             a_backend_that_hangs_holds_no_shutdown_beyond_its_deadline,
             a_backend_that_answers_too_late_closes_nothing,
             shutdown_never_raises,
+            a_second_barrier_of_one_handler_is_refused,
+            a_forked_child_closes_nothing,
             that_a_node_has_finished_is_told_before_the_barrier,
             that_a_node_has_finished_is_told_after_an_outage_if_not_before,
         )
