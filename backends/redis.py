@@ -72,11 +72,15 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._redis.close()
 
     def open(self) -> None:
-        """Connect. Warns where the server may throw keys away before their time.
+        """Connect, and see whether the user may run what is needed.
 
-        Raises ``RendezvousConnectionError``.
+        Warns where the server may throw keys away before their time. Raises
+        ``RendezvousConnectionError``, also for a user who lacks a right.
         """
-        memory = self._redis.ask(lambda client: client.ping() and _memory(client))
+        missing = self._redis.run("rights")
+        if missing:
+            raise self._redis.refused([self._text(name) for name in missing])
+        memory = self._redis.ask(_memory)
         policy = str(memory.get("maxmemory_policy", "noeviction"))
         if policy != "noeviction" and memory.get("maxmemory"):
             logger.warning(
@@ -231,7 +235,7 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
 def _memory(client: Any) -> dict[str, Any]:
     try:
         return dict(client.info("memory"))
-    except Exception:
+    except (redis.exceptions.ResponseError, redis.exceptions.RedisClusterException, TypeError):
         # Not everybody may ask, and a cluster answers by node: then nobody is warned.
         return {}
 

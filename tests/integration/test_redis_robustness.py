@@ -1,0 +1,278 @@
+"""Redis: nothing twice, nothing left behind, documented errors only, no longer than asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import redis
+import torch.distributed as dist
+
+from rdzv.backends.redis import RedisBackend
+from rdzv.backends.redis_client import RedisConnections, RedisOptions
+from rdzv.backends.redis_endpoint import LazyCluster
+from rdzv.conformance.plugin import server_or_not_run
+from rdzv.errors import RendezvousConnectionError
+from rdzv.ports import Entry, Question
+from rdzv.stores.base import Unanswered, current_deadline
+from rdzv.stores.redis import RedisClient, RedisStore
+from rdzv.torch_store import Deadline
+
+TTL_SECONDS = 60.0
+CLIENTS = 4
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Any:
+    return server_or_not_run(request, "redis")
+
+
+@pytest.fixture
+def raw(server: Any) -> Iterator[Any]:
+    """A client of somebody else's, on an empty server."""
+    host, port = server.address
+    with redis.Redis(host, port, socket_timeout=5.0) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[RedisClient]:
+    made = RedisClient(server.endpoint(), "run")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(server: Any) -> Iterator[Any]:
+    made = RedisStore(server.endpoint(), "run")
+    yield made
+    made.close()
+
+
+def key_of(server: Any, name: str) -> bytes:
+    return RedisConnections(server.endpoint(), "run", RedisOptions()).base + name.encode()
+
+
+# --------------------------------------------------------------------------- nothing left behind
+
+
+def test_popped_values_and_answered_operations_do_not_stay(
+    server: Any, raw: Any, store: Any
+) -> None:
+    done, until = key_of(server, "done"), key_of(server, "done-until")
+    for number in range(300):
+        store.queue_push("queue", b"x" * 10_000)
+        assert len(store.queue_pop("queue")) == 10_000
+        store.set(f"key{number % 3}", "value")
+        store.add("counter", 1)
+        store.append("text", "x")
+        store.compare_set("compared", "", "value")
+        store.delete_key("compared")
+    assert raw.hlen(done) == raw.zcard(until) == 1, "the last one, which may have been lost"
+    assert raw.hlen(key_of(server, "queued")) == raw.hlen(key_of(server, "queues")) == 0
+    assert sum(raw.memory_usage(key) for key in raw.scan_iter()) < 10_000
+
+
+def test_a_client_that_is_gone_leaves_its_last_operation_until_its_time_is_over(
+    server: Any, raw: Any, store: Any
+) -> None:
+    done, until = key_of(server, "done"), key_of(server, "done-until")
+    for number in range(10):
+        gone = RedisClient(server.endpoint(), "run")
+        gone.queue_push("queue", b"value", f"push {number}".replace(" ", "-"))
+        gone.close()
+    assert raw.hlen(done) == raw.zcard(until) == 10
+    for name in raw.zrange(until, 0, -1):
+        raw.zadd(until, {name: 1})
+    backend = RedisBackend(server.endpoint(), "run")
+    backend.announce(Entry("node", b""), TTL_SECONDS, Question())
+    backend.beat("node", TTL_SECONDS, Question())
+    backend.close()
+    assert raw.exists(done, until) == 0
+
+
+# --------------------------------------------------------------------------- nothing twice
+
+
+def each_mutation(client: RedisClient, mark: str) -> list[Callable[[], Any]]:
+    """Calls whose repeats have the same answer, and an effect that would show."""
+    return [
+        lambda: client.add("counter", 5, f"{mark}-add"),
+        lambda: client.append("text", b"x", f"{mark}-append"),
+        lambda: client.queue_push("pushed", b"x", f"{mark}-push"),
+        lambda: client.queue_pop("popped", f"{mark}-pop"),
+        lambda: client.compare_set("compared", b"", b"x", f"{mark}-compare_set"),
+        lambda: client.delete("deleted", f"{mark}-delete"),
+        lambda: client.set_many([("set", b"x")], f"{mark}-set"),
+    ]
+
+
+def test_a_repeat_has_no_second_effect_and_the_first_answer(
+    server: Any, raw: Any, client: RedisClient
+) -> None:
+    other, bystander = (RedisClient(server.endpoint(), "run") for _ in range(2))
+    for number in range(3):
+        client.queue_push("popped", str(number).encode(), f"feed-{number}")
+    client.set_many([("deleted", b"x")], "feed-deleted")
+    for first, repeat in zip(
+        each_mutation(client, "once"), each_mutation(other, "once"), strict=True
+    ):
+        answer = first()
+        # What others have done meanwhile changes nothing.
+        bystander.add("other", 1, "another")
+        bystander.add("other", 1, "yet another")
+        assert repeat() == answer
+    assert client.get_many(["counter", "text"]) == [b"5", b"x"]
+    assert (client.queue_len("pushed"), client.queue_len("popped")) == (1, 2)
+    other.close()
+    bystander.close()
+
+
+@pytest.mark.parametrize("timeout_seconds", [0.001, 300.0, 1800.0, 2147483.647])
+def test_an_operation_is_remembered_for_longer_than_its_caller_repeats_it(
+    server: Any, raw: Any, store: Any, timeout_seconds: float
+) -> None:
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    before = raw.time()[0]
+    store.add("counter", 1)
+    ((_, until_ms),) = raw.zrange(key_of(server, "done-until"), 0, -1, withscores=True)
+    assert until_ms / 1000 - before >= store.timeout.total_seconds() + 60
+
+
+def test_a_process_that_was_stopped_for_long_repeats_nothing(raw: Any, client: RedisClient) -> None:
+    deadline = Deadline(0.5)
+    deadline._end -= 100.0
+    token = current_deadline.set(deadline)
+    try:
+        with pytest.raises(dist.DistNetworkError, match="stopped meanwhile"):
+            client.add("counter", 1, "late")
+    finally:
+        current_deadline.reset(token)
+    assert client.get_many(["counter"]) == [None]
+
+
+def test_an_operation_without_the_right_to_remember_it_is_not_applied(
+    server: Any, raw: Any, store: Any
+) -> None:
+    raw.execute_command(*["ACL", "SETUSER", "few", "on", ">secret", "~*", "&*", "+@all", "-zadd"])
+    host, port = server.address
+    few = RedisClient(f"redis://few:secret@{host}:{port}", "run")
+    try:
+        for mutation in each_mutation(few, "refused"):
+            store.queue_push("popped", "x")
+            store.set("deleted", "x")
+            with pytest.raises(Unanswered, match="ACL lacks a right"):
+                mutation()
+        assert store.num_keys() == 1
+        assert (store.queue_len("pushed"), store.queue_len("popped")) == (0, 7)
+    finally:
+        few.close()
+        raw.execute_command("ACL", "DELUSER", "few")
+
+
+# --------------------------------------------------------------------------- documented errors
+
+
+def test_closing_lets_out_documented_errors_only(server: Any, raw: Any) -> None:
+    backend = RedisBackend(server.endpoint(), "run")
+    client = RedisClient(server.endpoint(), "run")
+    client.set_many([("there", b"1")], "first")
+    calls: list[Callable[[], Any]] = [
+        backend.get_state,
+        lambda: backend.announce(Entry("node", b""), TTL_SECONDS, Question()),
+        lambda: backend.wait_for_change(None, 0.01),
+        lambda: client.get_many(["there"]),
+        lambda: client.wait_for_keys(["absent"], 0.01),
+        lambda: client.add("counter", 1, "an operation"),
+    ]
+    over, wrong = threading.Event(), []
+
+    def keep_calling(call: Callable[[], Any]) -> None:
+        while not over.is_set():
+            try:
+                call()
+            except (RendezvousConnectionError, Unanswered):
+                pass
+            except BaseException as error:
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=keep_calling, args=(call,)) for call in calls * CLIENTS]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end and not wrong:
+        backend.close()
+        client.close()
+        over.wait(0.001)
+    over.set()
+    for thread in threads:
+        thread.join(30.0)
+    backend.close()
+    client.close()
+    assert wrong == []
+
+
+def test_one_client_of_a_cluster_is_made_whoever_comes_first(server: Any) -> None:
+    """Nothing of a cluster is there: what is made, fails, and says so to each of them."""
+    cluster = LazyCluster([("127.0.0.1", 1)], {"socket_timeout": 5.0})
+    said: list[str] = []
+
+    def use() -> None:
+        try:
+            cluster.get("key")
+        except redis.exceptions.RedisClusterException as error:
+            said.append(str(error))
+        cluster.disconnect()
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert len(said) == 8
+
+
+# --------------------------------------------------------------------------- no longer than asked
+
+
+@pytest.mark.parametrize("timeout_seconds", [0.3, 1.5])
+def test_a_stopped_server_does_not_hold_a_caller_beyond_his_timeout(
+    server: Any, raw: Any, store: Any, timeout_seconds: float
+) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "get": lambda: store.get("there"),
+        "set": lambda: store.set("key", "value"),
+        "add": lambda: store.add("counter", 1),
+        "check": lambda: store.check(["there"]),
+        "wait": lambda: store.wait(["absent"]),
+        "queue_pop": lambda: store.queue_pop("queue"),
+        "queue_len": lambda: store.queue_len("queue"),
+        "num_keys": store.num_keys,
+    }
+    store.set("there", "1")
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    held: dict[str, float] = {}
+
+    def measure(name: str) -> None:
+        begun = time.monotonic()
+        with pytest.raises((dist.DistNetworkError, dist.DistStoreError)):
+            calls[name]()
+        held[name] = time.monotonic() - begun
+
+    server.pause()
+    try:
+        threads = [threading.Thread(target=measure, args=(name,)) for name in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+    finally:
+        server.resume()
+    assert set(held) == set(calls)
+    # A second, and another for a machine that is slow.
+    assert max(held.values()) < timeout_seconds + 2.0, held
