@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,6 +48,10 @@ REQUEST_SECONDS_MAX = 5.0
 """A request that is not answered by then has failed: the caller asks again, or the next one."""
 WAIT_SLICE_SECONDS_MAX = 5.0
 """A longer wait looks in between: a server that lost its data has nobody to wake us."""
+LOOK_SECONDS = 1.0
+"""So often a Sentinel is asked, by whoever makes a request, which server is the master now."""
+SENTINEL_SECONDS_MAX = 1.0
+"""A Sentinel that has not answered by then is passed over: the next one knows as much."""
 RUN_DIGEST_CHARACTERS = 32
 DEFAULT_PORT = 6379
 SENTINEL_PORT = 26379
@@ -233,10 +238,40 @@ def _sentinel(
 
     def make(timeout_seconds: float) -> Any:
         always = _always(timeout_seconds)
-        sentinel = redis.sentinel.Sentinel(hosts, sentinel_kwargs=always, **always)
-        return sentinel.master_for(service, **keywords)
+        asking = _always(min(timeout_seconds, SENTINEL_SECONDS_MAX))
+        sentinel = redis.sentinel.Sentinel(hosts, sentinel_kwargs=asking, **always)
+        return sentinel.master_for(service, connection_pool_class=_MasterPool, **keywords)
 
     return make, hosts[0]
+
+
+class _MasterPool(redis.sentinel.SentinelConnectionPool):
+    """Leaves a master that is none any more, also one that does not know it yet.
+
+    redis-py asks for the master when it connects. After a failover on request the former one takes
+    writes for ten seconds more, and one that hung does when it goes on: they would be lost.
+    """
+
+    _looked_at = 0.0
+
+    def get_connection(self, *arguments: Any, **options: Any) -> Any:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self._look()
+        return super().get_connection(*arguments, **options)
+
+    def _look(self) -> None:
+        if self.master_address is None:
+            return
+        manager = self.sentinel_manager
+        try:
+            named = manager.sentinels[0].sentinel_get_master_addr_by_name(self.service_name)
+            if named is not None and named != self.master_address:
+                self.proxy.get_master_address()
+        except (redis.exceptions.RedisError, OSError):
+            # The master may serve us all the same. Another Sentinel is asked the next time.
+            manager.sentinels = [*manager.sentinels[1:], manager.sentinels[0]]
 
 
 def _cluster(
@@ -340,7 +375,17 @@ def _refusal(endpoint: str, why: str) -> RendezvousSettingsError:
     )
 
 
-def _advice(error: BaseException) -> str:
+def _advice(error: BaseException | None) -> str:
+    # A cluster's client says of whatever happened that there is no cluster; why is behind it.
+    while error is not None:
+        advice = _advice_on(error)
+        if advice:
+            return advice
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _advice_on(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, redis.exceptions.AuthenticationError) or "NOAUTH" in text:
         return ". Give user and password in the URL, or password_file=…"
