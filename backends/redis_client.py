@@ -188,7 +188,17 @@ def _disconnect(client: Any) -> None:
         client.connection_pool.disconnect(inuse_connections=True)
 
 
-def _advice(error: BaseException) -> str:
+def _advice(error: BaseException | None) -> str:
+    # A cluster's client says of whatever happened that there is no cluster; why is behind it.
+    while error is not None:
+        advice = _advice_on(error)
+        if advice:
+            return advice
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _advice_on(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, redis.exceptions.AuthenticationError) or "NOAUTH" in text:
         return ". Give user and password in the URL, or password_file=…"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,10 @@ REQUEST_SECONDS_MIN = 0.5
 """A caller may be in a greater hurry; a shorter time says little about a server."""
 DEFAULT_PORT = 6379
 SENTINEL_PORT = 26379
+LOOK_SECONDS = 1.0
+"""So often a Sentinel is asked, by whoever makes a request, which server is the master now."""
+SENTINEL_SECONDS_MAX = 1.0
+"""A Sentinel that has not answered by then is passed over: the next one knows as much."""
 KEY_PREFIX_CHARACTERS_MAX = 128
 USER_OPTIONS = frozenset({"username", "password", "db", "client_name"})
 """What of a query is taken over, besides ``ssl_…``. Others (``decode_responses``, time-outs, …)
@@ -181,15 +186,44 @@ def _sentinel(
     (redis.SSLConnection if tls else redis.Connection)(**keywords)
 
     def make(timeout_seconds: float) -> Any:
-        # One after the other is asked, and the first that answers is believed.
-        each_seconds = max(REQUEST_SECONDS_MIN, timeout_seconds / len(hosts))
         always = _always(timeout_seconds, timeout_seconds)
+        asking_seconds = min(timeout_seconds, SENTINEL_SECONDS_MAX)
+        asking = _always(asking_seconds, asking_seconds)
         sentinel = redis.sentinel.Sentinel(
-            hosts, sentinel_kwargs={**_always(each_seconds, each_seconds), **of_sentinels}, **always
+            hosts, sentinel_kwargs={**asking, **of_sentinels}, **always
         )
-        return sentinel.master_for(service, ssl=tls, **keywords)
+        return sentinel.master_for(service, connection_pool_class=_MasterPool, ssl=tls, **keywords)
 
     return make, hosts[0]
+
+
+class _MasterPool(redis.sentinel.SentinelConnectionPool):
+    """Leaves a master that is none any more, also one that does not know it yet.
+
+    redis-py asks for the master when it connects. After a failover on request the former one takes
+    writes for ten seconds more, and one that hung does when it goes on: they would be lost.
+    """
+
+    _looked_at = 0.0
+
+    def get_connection(self, *arguments: Any, **options: Any) -> Any:
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self._look()
+        return super().get_connection(*arguments, **options)
+
+    def _look(self) -> None:
+        if self.master_address is None:
+            return
+        manager = self.sentinel_manager
+        try:
+            named = manager.sentinels[0].sentinel_get_master_addr_by_name(self.service_name)
+            if named is not None and named != self.master_address:
+                self.proxy.get_master_address()
+        except (redis.exceptions.RedisError, OSError):
+            # The master may serve us all the same. Another Sentinel is asked the next time.
+            manager.sentinels = [*manager.sentinels[1:], manager.sentinels[0]]
 
 
 def _cluster(
