@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +16,14 @@ import torch.distributed as dist
 
 from rdzv.backends.redis import RedisBackend
 from rdzv.backends.redis_client import RedisConnections, RedisOptions
-from rdzv.backends.redis_endpoint import LazyCluster
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.base import Unanswered, current_deadline
 from rdzv.stores.redis import RedisClient, RedisStore
 from rdzv.torch_store import Deadline
+
+from .redis_topologies import Topologies
 
 TTL_SECONDS = 60.0
 CLIENTS = 4
@@ -29,6 +32,17 @@ CLIENTS = 4
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Any:
     return server_or_not_run(request, "redis")
+
+
+@pytest.fixture(scope="module")
+def topologies() -> Iterator[Topologies]:
+    with closing(Topologies()) as topologies:
+        yield topologies
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, topologies: Topologies) -> Any:
+    return topologies.get(request, "redis-cluster")
 
 
 @pytest.fixture
@@ -178,9 +192,13 @@ def test_an_operation_without_the_right_to_remember_it_is_not_applied(
 # --------------------------------------------------------------------------- documented errors
 
 
-def test_closing_lets_out_documented_errors_only(server: Any, raw: Any) -> None:
-    backend = RedisBackend(server.endpoint(), "run")
-    client = RedisClient(server.endpoint(), "run")
+@pytest.mark.parametrize("where", ["server", "cluster"])
+def test_closing_lets_out_documented_errors_only(
+    request: pytest.FixtureRequest, where: str
+) -> None:
+    endpoint = request.getfixturevalue(where).endpoint()
+    backend = RedisBackend(endpoint, "run")
+    client = RedisClient(endpoint, "run")
     client.set_many([("there", b"1")], "first")
     calls: list[Callable[[], Any]] = [
         backend.get_state,
@@ -217,24 +235,29 @@ def test_closing_lets_out_documented_errors_only(server: Any, raw: Any) -> None:
     assert wrong == []
 
 
-def test_one_client_of_a_cluster_is_made_whoever_comes_first(server: Any) -> None:
-    """Nothing of a cluster is there: what is made, fails, and says so to each of them."""
-    cluster = LazyCluster([("127.0.0.1", 1)], {"socket_timeout": 5.0})
-    said: list[str] = []
+def test_one_client_of_a_cluster_is_made_whoever_comes_first(cluster: Any) -> None:
+    connections = RedisConnections(cluster.endpoint(), "run", RedisOptions())
+    cluster.on_masters(lambda master: master.config_resetstat())
+    together = threading.Barrier(8)
 
-    def use() -> None:
-        try:
-            cluster.get("key")
-        except redis.exceptions.RedisClusterException as error:
-            said.append(str(error))
-        cluster.disconnect()
+    def use() -> int:
+        together.wait(10.0)
+        return int(connections.ask(lambda client: client.exists(connections.base)))
 
-    threads = [threading.Thread(target=use) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert len(said) == 8
+    with ThreadPoolExecutor(8) as pool:
+        assert [use.result() for use in [pool.submit(use) for _ in range(8)]] == [0] * 8
+    connections.close()
+    asked: list[int] = []
+    cluster.on_masters(
+        lambda master: asked.append(
+            sum(
+                one["calls"]
+                for name, one in master.info("commandstats").items()
+                if name == "cmdstat_cluster|slots"
+            )
+        )
+    )
+    assert sum(asked) == 1
 
 
 # --------------------------------------------------------------------------- no longer than asked
