@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import redis
+import redis.sentinel
 
 from rdzv.backends.redis_endpoint import (
     REQUEST_SECONDS_MIN,
@@ -200,6 +201,12 @@ def _advice(error: BaseException | None) -> str:
 
 def _advice_on(error: BaseException) -> str:
     text = str(error)
+    if isinstance(error, redis.sentinel.MasterNotFoundError):
+        return (
+            ". Look whether the Sentinels can be reached from here and know the name. If they ask "
+            "for a password of their own, give sentinel_password=… (and sentinel_username=…) in "
+            "the URL's query"
+        )
     if isinstance(error, redis.exceptions.AuthenticationError) or "NOAUTH" in text:
         return ". Give user and password in the URL, or password_file=…"
     if (

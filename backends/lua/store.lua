@@ -10,20 +10,24 @@ end
 -- Before anything else is written, so that a command that the server refuses here has prevented the
 -- effect. What is refused after it is refused after the answer was kept: a repeat finds it.
 local function begin()
-  local time, answered = now(), {}
+  local time = now()
   call('ZADD', DONE_UNTIL, whole(time + ARGV[3]), ARGV[1])
-  for id in string.gmatch(ARGV[4], '%S+') do
-    answered[#answered + 1] = id
+  -- Who takes one away for the one that he brings makes nothing grow.
+  if ARGV[4] == '' then
+    prune(time)
   end
-  if answered[1] then
-    call('HDEL', DONE, unpack(answered))
-    call('ZREM', DONE_UNTIL, unpack(answered))
-  end
-  prune(time)
 end
 
 local function remember(answer, ...)
   call('HSET', DONE, ARGV[1], answer)
+  if ARGV[4] ~= '' then
+    local answered = {}
+    for id in string.gmatch(ARGV[4], '%S+') do
+      answered[#answered + 1] = id
+    end
+    call('HDEL', DONE, unpack(answered))
+    call('ZREM', DONE_UNTIL, unpack(answered))
+  end
   keep(ARGV[2], DONE, DONE_UNTIL, ...)
 end
 

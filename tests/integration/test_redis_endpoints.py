@@ -141,6 +141,21 @@ def test_sentinels_are_asked_over_tls_as_well(query: str, over_tls: bool) -> Non
     assert (sentinel.get("ssl_ca_certs") == "/etc/ca.pem") is over_tls
 
 
+@pytest.mark.parametrize(
+    ("query", "checked"),
+    [
+        ("", True),
+        ("ssl_cert_reqs=required", True),
+        ("ssl_check_hostname=false", False),
+        ("ssl_cert_reqs=none", False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["rediss://a", "rediss+sentinel://a/mymaster"])
+def test_the_name_of_a_server_is_checked(kind: str, query: str, checked: bool) -> None:
+    make, _ = client_factory(f"{kind}?{query}", RedisOptions())
+    assert bool(make(1.0).connection_pool.connection_kwargs.get("ssl_check_hostname")) is checked
+
+
 @pytest.mark.parametrize("options", ["host=x", "port=1", "path=/x", "connection_class=x"])
 def test_a_query_cannot_change_where_it_leads(
     options: str, caplog: pytest.LogCaptureFixture

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from rdzv.backends.redis import RedisBackend
 from rdzv.backends.redis_client import RedisConnections, RedisOptions
 from rdzv.conformance.plugin import server_or_not_run
+from rdzv.conformance.process_server import ProcessServer
+from rdzv.conformance.servers.technologies import Redis
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.base import Unanswered, current_deadline
@@ -192,13 +195,15 @@ def test_an_operation_without_the_right_to_remember_it_is_not_applied(
 # --------------------------------------------------------------------------- documented errors
 
 
-@pytest.mark.parametrize("where", ["server", "cluster"])
+@pytest.mark.parametrize("where", ["server", pytest.param("cluster", marks=pytest.mark.full)])
 def test_closing_lets_out_documented_errors_only(
     request: pytest.FixtureRequest, where: str
 ) -> None:
     endpoint = request.getfixturevalue(where).endpoint()
-    backend = RedisBackend(endpoint, "run")
-    client = RedisClient(endpoint, "run")
+    # What is torn in the midst of being opened waits for an answer for so long.
+    options = RedisOptions(read_timeout_seconds=1.0)
+    backend = RedisBackend(endpoint, "run", options)
+    client = RedisClient(endpoint, "run", options)
     client.set_many([("there", b"1")], "first")
     calls: list[Callable[[], Any]] = [
         backend.get_state,
@@ -222,7 +227,7 @@ def test_closing_lets_out_documented_errors_only(
     threads = [threading.Thread(target=keep_calling, args=(call,)) for call in calls * CLIENTS]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 2.0
+    end = time.monotonic() + 1.5
     while time.monotonic() < end and not wrong:
         backend.close()
         client.close()
@@ -235,6 +240,7 @@ def test_closing_lets_out_documented_errors_only(
     assert wrong == []
 
 
+@pytest.mark.full
 def test_one_client_of_a_cluster_is_made_whoever_comes_first(cluster: Any) -> None:
     connections = RedisConnections(cluster.endpoint(), "run", RedisOptions())
     cluster.on_masters(lambda master: master.config_resetstat())
@@ -258,6 +264,50 @@ def test_one_client_of_a_cluster_is_made_whoever_comes_first(cluster: Any) -> No
         )
     )
     assert sum(asked) == 1
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """A Sentinel with a user and a password of its own, of a server with another password."""
+    program = Redis().installed() or Redis().from_wheel()
+    if program is None:
+        pytest.skip(f"no server of Redis: {Redis.how}")
+    server = ProcessServer(
+        [str(program.path), "--port", "{port}", "--requirepass", "of the server", "--save", ""],
+        tmp_path / "server",
+        technology="redis",
+    )
+    host, port = server.address
+    configuration = tmp_path / "sentinel.conf"
+    configuration.write_text(
+        f"sentinel monitor mymaster {host} {port} 1\n"
+        'sentinel auth-pass mymaster "of the server"\n'
+        "user default off\nuser watcher on >of:the:sentinel ~* &* +@all\n"
+    )
+    sentinel = ProcessServer(
+        [str(program.path), str(configuration), "--port", "{port}", "--sentinel"],
+        tmp_path / "sentinel",
+        technology="redis",
+    )
+    yield sentinel.address
+    sentinel.close()
+    server.close()
+
+
+def test_sentinels_may_have_a_password_of_their_own(guarded: tuple[str, int]) -> None:
+    host, port = guarded
+    endpoint = f"redis+sentinel://{host}:{port}/mymaster/3"
+    options = RedisOptions(password="of the server")
+    right = "sentinel_username=watcher&sentinel_password=of%3Athe%3Asentinel"
+    for query in ("", "sentinel_password=nonsense", f"{right}x"):
+        backend = RedisBackend(f"{endpoint}?{query}", "run", options)
+        with pytest.raises(RendezvousConnectionError, match="sentinel_password") as caught:
+            backend.open()
+        assert "of:the:sentinel" not in str(caught.value)
+    backend = RedisBackend(f"{endpoint}?{right}", "run", options)
+    backend.open()
+    assert backend.set_state(b"x") is not None
+    backend.close()
 
 
 # --------------------------------------------------------------------------- no longer than asked
