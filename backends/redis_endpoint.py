@@ -313,7 +313,7 @@ def _keywords(
         taken["db"] = int(*numbers)
     if options.password is not None:
         taken["password"] = options.password
-    if scheme == "rediss" and str(given.get("ssl_cert_reqs")).lower() != "none":
+    if scheme == "rediss" and given.get("ssl_cert_reqs", "").lower() != "none":
         taken.setdefault("ssl_check_hostname", True)  # what older releases of redis-py leave off
     return taken
 
