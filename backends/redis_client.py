@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import redis
-import redis.cluster
 import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from rdzv.backends.redis_cluster import Places, SecureSlotConnection, SlotConnection
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
@@ -112,7 +112,7 @@ class RedisConnections:
         self.lifetime_ms = round(options.lifetime_seconds * 1000)
         self._secrets = (*secrets_in(endpoint), options.password)
         self.endpoint = mask_secrets(endpoint, *self._secrets)
-        self._make, self._route = _client_factory(endpoint, options)
+        self._make, self._route = _client_factory(endpoint, options, self.base + b"state")
         self._requests: Any = self._make(options.request_seconds)
         self._waits: Any = self._make(WAIT_SLICE_SECONDS_MAX + options.request_seconds)
 
@@ -159,9 +159,9 @@ class RedisConnections:
     def _with(self, client: Any, request: Callable[[Any], T]) -> T:
         try:
             return request(client)
-        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException) as error:
-            if isinstance(error, redis.exceptions.ReadOnlyError):
-                # A failover: what is connected leads to the former master.
+        except redis.exceptions.RedisError as error:
+            if isinstance(error, (redis.exceptions.ReadOnlyError, redis.exceptions.MovedError)):
+                # A failover: what is connected leads to the former master. Nothing was done.
                 _disconnect(client)
             self._raise(error)
         except (OSError, ValueError) as error:
@@ -193,9 +193,12 @@ def script_text(name: str) -> tuple[str, str]:
 
 
 def _client_factory(
-    endpoint: str, options: RedisOptions
+    endpoint: str, options: RedisOptions, key: bytes
 ) -> tuple[Callable[[float], Any], tuple[str, int] | None]:
-    """What makes a client with a time-out in seconds, and where it leads."""
+    """What makes a client with a time-out in seconds, and where it leads.
+
+    ``key`` is one of the run's.
+    """
     url = endpoint if "://" in endpoint else f"redis://{endpoint}"
     try:
         parts = urlsplit(url)
@@ -204,8 +207,9 @@ def _client_factory(
         raise _refusal(endpoint, "no URL") from None
     scheme, _, kind = parts.scheme.partition("+")
     if kind in ("sentinel", "cluster") and scheme in ("redis", "rediss"):
-        group = _sentinel if kind == "sentinel" else _cluster
-        return group(endpoint, scheme, options)
+        if kind == "cluster":
+            return _cluster(endpoint, scheme, options, key)
+        return _sentinel(endpoint, scheme, options)
     if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
         raise _refusal(endpoint, "no endpoint of Redis")
     keywords = _keywords(url, options)
@@ -275,48 +279,27 @@ class _MasterPool(redis.sentinel.SentinelConnectionPool):
 
 
 def _cluster(
-    endpoint: str, scheme: str, options: RedisOptions
+    endpoint: str, scheme: str, options: RedisOptions, key: bytes
 ) -> tuple[Callable[[float], Any], tuple[str, int]]:
     parts = urlsplit(endpoint)
     hosts = list(_hosts(endpoint, DEFAULT_PORT))
     keywords = _keywords(f"{scheme}://{_credentials(parts.netloc)}x?{parts.query}", options)
-    for name in ("host", "port", "db", "connection_class"):
+    for name in ("host", "port", "db"):
         keywords.pop(name, None)
-    if scheme == "rediss":
-        keywords["ssl"] = True
+    keywords["connection_class"] = SecureSlotConnection if scheme == "rediss" else SlotConnection
 
     def make(timeout_seconds: float) -> Any:
-        return _LazyCluster(
-            [redis.cluster.ClusterNode(*host) for host in hosts],
-            {**keywords, **_always(timeout_seconds)},
+        places = Places(hosts, key, min(timeout_seconds, REQUEST_SECONDS_MAX))
+        always = _always(timeout_seconds)
+        return redis.Redis(
+            connection_pool=redis.ConnectionPool(places=places, **keywords, **always)
         )
 
     return make, hosts[0]
 
 
-class _LazyCluster:
-    """A cluster client that is made at the first request: redis-py's asks the nodes at once."""
-
-    def __init__(self, nodes: list[Any], keywords: dict[str, Any]) -> None:
-        self._nodes, self._keywords = nodes, keywords
-        self._client: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        if self._client is None:
-            self._client = redis.cluster.RedisCluster(startup_nodes=self._nodes, **self._keywords)
-        return getattr(self._client, name)
-
-    def disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-
 def _disconnect(client: Any) -> None:
-    if isinstance(client, _LazyCluster):
-        client.disconnect()
-    else:
-        client.connection_pool.disconnect(inuse_connections=True)
+    client.connection_pool.disconnect(inuse_connections=True)
 
 
 def _keywords(url: str, options: RedisOptions) -> dict[str, Any]:
@@ -375,17 +358,7 @@ def _refusal(endpoint: str, why: str) -> RendezvousSettingsError:
     )
 
 
-def _advice(error: BaseException | None) -> str:
-    # A cluster's client says of whatever happened that there is no cluster; why is behind it.
-    while error is not None:
-        advice = _advice_on(error)
-        if advice:
-            return advice
-        error = error.__cause__ or error.__context__
-    return ""
-
-
-def _advice_on(error: BaseException) -> str:
+def _advice(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, redis.exceptions.AuthenticationError) or "NOAUTH" in text:
         return ". Give user and password in the URL, or password_file=…"
