@@ -265,6 +265,13 @@ class _MasterPool(redis.sentinel.SentinelConnectionPool):
             self._look()
         return super().get_connection(*arguments, **options)
 
+    def disconnect(self, inuse_connections: bool = True) -> None:
+        """Where nothing is to be left in use, from the Sentinels too."""
+        super().disconnect(inuse_connections)
+        if inuse_connections:
+            for sentinel in self.sentinel_manager.sentinels:
+                sentinel.connection_pool.disconnect()
+
     def _look(self) -> None:
         if self.master_address is None:
             return
