@@ -114,8 +114,7 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             if found is None or not str(found[1]).endswith(f":{write_id}"):
                 raise
             return state, found[1], True
-        # A client of a cluster may have repeated it: then our own write is what holds.
-        if written or (held is not None and held.endswith(b":" + write_id.encode())):
+        if written:
             return state, self._token(held), True
         return None if held is None else (self._document(document[0]), self._token(held), False)
 
@@ -235,8 +234,8 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
 def _memory(client: Any) -> dict[str, Any]:
     try:
         return dict(client.info("memory"))
-    except (redis.exceptions.ResponseError, redis.exceptions.RedisClusterException, TypeError):
-        # Not everybody may ask, and a cluster answers by node: then nobody is warned.
+    except redis.exceptions.ResponseError:
+        # Not everybody may ask: then nobody is warned.
         return {}
 
 

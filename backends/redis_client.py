@@ -27,7 +27,6 @@ import redis.sentinel
 
 from rdzv.backends.redis_endpoint import (
     REQUEST_SECONDS_MIN,
-    LazyCluster,
     RedisOptions,
     checked_key_prefix,
     client_factory,
@@ -70,7 +69,7 @@ class RedisConnections:
         self.lifetime_ms = round(options.lifetime_seconds * 1000)
         self._secrets = (*secrets_in(endpoint), options.password)
         self.endpoint = mask_secrets(endpoint, *self._secrets)
-        self._make, self._route = client_factory(endpoint, options)
+        self._make, self._route = client_factory(endpoint, options, self.base + b"state")
         hurried = {s for s in HURRIED_SECONDS if s < options.request_seconds}
         self._request_seconds = sorted(hurried | {options.request_seconds})
         self._wait_seconds = WAIT_SLICE_SECONDS_MAX + options.request_seconds
@@ -135,13 +134,11 @@ class RedisConnections:
             before = self._disconnections
         try:
             return request(client)
-        except redis.exceptions.ReadOnlyError as error:
-            # A failover: what is connected leads to the former master.
+        except (redis.exceptions.ReadOnlyError, redis.exceptions.MovedError) as error:
+            # A failover: what is connected leads to the former master. Nothing was done.
             self._give_up(client)
             self._raise(error)
-        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException) as error:
-            self._raise(error)
-        except (OSError, ValueError) as error:
+        except (redis.exceptions.RedisError, OSError, ValueError) as error:
             self._raise(error)
         except Exception as error:
             # redis-py whose connection another thread takes away, by close() for instance,
@@ -183,23 +180,10 @@ def script_text(name: str) -> tuple[str, str]:
 
 
 def _disconnect(client: Any) -> None:
-    if isinstance(client, LazyCluster):
-        client.disconnect()
-    else:
-        client.connection_pool.disconnect(inuse_connections=True)
+    client.connection_pool.disconnect(inuse_connections=True)
 
 
-def _advice(error: BaseException | None) -> str:
-    # A cluster's client says of whatever happened that there is no cluster; why is behind it.
-    while error is not None:
-        advice = _advice_on(error)
-        if advice:
-            return advice
-        error = error.__cause__ or error.__context__
-    return ""
-
-
-def _advice_on(error: BaseException) -> str:
+def _advice(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, redis.sentinel.MasterNotFoundError):
         return (

@@ -8,25 +8,25 @@ is given only what has been checked.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, parse_qs, urlencode, urlsplit
 
 import redis
-import redis.cluster
 import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from rdzv.backends.redis_cluster import Places, SecureSlotConnection, SlotConnection
 from rdzv.errors import RendezvousSettingsError, mask_secrets, secrets_in
 
 if TYPE_CHECKING:
     from rdzv.settings import Settings
 
-__all__ = ["LazyCluster", "RedisOptions", "checked_key_prefix", "client_factory"]
+__all__ = ["RedisOptions", "checked_key_prefix", "client_factory"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +105,12 @@ def checked_key_prefix(prefix: str) -> bytes:
     return prefix.encode()
 
 
-def client_factory(endpoint: str, options: RedisOptions) -> tuple[Factory, Address | None]:
+def client_factory(
+    endpoint: str, options: RedisOptions, key: bytes
+) -> tuple[Factory, Address | None]:
     """What makes clients for an endpoint, and host and port of one server, None for a socket.
+
+    ``key`` is one of the run's.
 
     Raises ``RendezvousSettingsError``, without secrets, for an endpoint that cannot work.
     """
@@ -117,7 +121,11 @@ def client_factory(endpoint: str, options: RedisOptions) -> tuple[Factory, Addre
         # Without the parser's words, which may hold a password.
         raise _refusal(endpoint, "it is no URL") from None
     scheme, _, kind = parts.scheme.partition("+")
-    makers = {"": _server, "sentinel": _sentinel, "cluster": _cluster}
+    makers: dict[str, Callable[..., tuple[Factory, Address | None]]] = {
+        "": _server,
+        "sentinel": _sentinel,
+        "cluster": partial(_cluster, key=key),
+    }
     if not endpoint or kind not in makers or scheme not in ("redis", "rediss", "unix"):
         raise _refusal(endpoint, "it is no endpoint of Redis")
     if scheme == "unix":
@@ -213,6 +221,13 @@ class _MasterPool(redis.sentinel.SentinelConnectionPool):
             self._look()
         return super().get_connection(*arguments, **options)
 
+    def disconnect(self, inuse_connections: bool = True) -> None:
+        """Where nothing is to be left in use, from the Sentinels too."""
+        super().disconnect(inuse_connections)
+        if inuse_connections:
+            for sentinel in self.sentinel_manager.sentinels:
+                sentinel.connection_pool.disconnect()
+
     def _look(self) -> None:
         if self.master_address is None:
             return
@@ -227,52 +242,22 @@ class _MasterPool(redis.sentinel.SentinelConnectionPool):
 
 
 def _cluster(
-    endpoint: str, parts: SplitResult, options: RedisOptions
+    endpoint: str, parts: SplitResult, options: RedisOptions, *, key: bytes
 ) -> tuple[Factory, Address | None]:
     hosts = list(_hosts(endpoint, parts, DEFAULT_PORT))
     keywords = _keywords(endpoint, parts, options, database=parts.path.strip("/"))
     if keywords.pop("db", 0):
         raise _refusal(endpoint, "a cluster has database 0 only")
-    tls = parts.scheme.startswith("rediss")
-    (redis.SSLConnection if tls else redis.Connection)(**keywords)
+    kind = SecureSlotConnection if parts.scheme.startswith("rediss") else SlotConnection
+    kind(places=Places(hosts, key, REQUEST_SECONDS_MAX), **keywords)
 
     def make(timeout_seconds: float) -> Any:
-        always = _always(timeout_seconds, min(timeout_seconds, REQUEST_SECONDS_MAX))
-        return LazyCluster(hosts, {**keywords, **({"ssl": True} if tls else {}), **always})
+        places = Places(hosts, key, min(timeout_seconds, REQUEST_SECONDS_MAX))
+        always = _always(timeout_seconds, timeout_seconds)
+        pool = redis.ConnectionPool(connection_class=kind, places=places, **keywords, **always)
+        return redis.Redis(connection_pool=pool)
 
     return make, hosts[0]
-
-
-class LazyCluster:
-    """A cluster client that is made at the first request: redis-py's asks the nodes at once."""
-
-    def __init__(self, hosts: list[Address], keywords: dict[str, Any]) -> None:
-        self._hosts, self._keywords = hosts, keywords
-        self._making = threading.Lock()
-        self._client: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client or self._made(), name)
-
-    def disconnect(self) -> None:
-        """Give up the client. The next request makes another."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-    def _made(self) -> Any:
-        # Who waits for somebody else's attempt waits no longer than for one of his own.
-        if not self._making.acquire(timeout=self._keywords["socket_timeout"]):
-            raise redis.exceptions.TimeoutError("no node of the cluster has answered yet")
-        try:
-            client = self._client
-            if client is None:
-                nodes = [redis.cluster.ClusterNode(*host) for host in self._hosts]
-                client = redis.cluster.RedisCluster(startup_nodes=nodes, **self._keywords)
-                self._client = client
-            return client
-        finally:
-            self._making.release()
 
 
 def _always(timeout_seconds: float, connect_seconds: float) -> dict[str, Any]:

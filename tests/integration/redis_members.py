@@ -17,13 +17,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "redis.md"
 ADMIN = "admin"
 
 
-def documented_rights(where: str = "") -> list[str]:
-    """The ACL rule that docs/redis.md calls enough, from the user's name on; the words that a
-    place takes besides, for instance `` on a cluster``."""
-    mark = f"<!-- test: least privilege{where} -->\n```\n"
+def documented_rights() -> list[str]:
+    """The ACL rule that docs/redis.md calls enough, from the user's name on."""
+    mark = "<!-- test: least privilege -->\n```\n"
     _, _, rest = DOCS.read_text(encoding="utf-8").partition(mark)
     words = rest.partition("\n```")[0].split()
-    assert words[:3] == ["ACL", "SETUSER", USER], f"no ACL rule{where} in {DOCS}"
+    assert words[:3] == ["ACL", "SETUSER", USER], f"no ACL rule in {DOCS}"
     return words[2:]
 
 

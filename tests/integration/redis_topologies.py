@@ -324,6 +324,24 @@ class Cluster(Topology):
     def settle(self) -> None:
         wait_until("all nodes know a whole cluster", lambda: all(map(self._is_ok, self.members)))
 
+    def move(self, key: bytes) -> None:
+        """Give the slot of a key, which must be empty, to the next node."""
+        names, slot = [], 0
+        for member in self.members:
+            with self.client(member) as client:
+                names.append(client.execute_command("CLUSTER", "MYID"))
+                slot = int(client.execute_command("CLUSTER", "KEYSLOT", key))
+        numbers = range(CLUSTER_NODES)
+        owner = max(n for n in numbers if CLUSTER_SLOTS * n // CLUSTER_NODES <= slot)
+        heir = (owner + 1) % CLUSTER_NODES
+        for index, *words in (
+            (heir, "IMPORTING", names[owner]),
+            (owner, "MIGRATING", names[heir]),
+            *((index, "NODE", names[heir]) for index in (heir, owner, 3 - heir - owner)),
+        ):
+            with self.client(self.members[index]) as client:
+                client.execute_command("CLUSTER", "SETSLOT", slot, *words)
+
     def _is_ok(self, member: LocalServer) -> bool:
         with self.client(member) as client:
             lines = client.execute_command("CLUSTER", "INFO").splitlines()

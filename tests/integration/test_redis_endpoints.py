@@ -107,7 +107,7 @@ def shown_of(endpoint: str) -> tuple[str, BaseException | None]:
 
 def connecting(endpoint: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """With what the master of a Sentinel group is connected to, and with what the Sentinels."""
-    make, _ = client_factory(endpoint, RedisOptions())
+    make, _ = client_factory(endpoint, RedisOptions(), b"key")
     pool = make(1.0).connection_pool
     (sentinel, *_) = pool.sentinel_manager.sentinels
     return pool.connection_kwargs, sentinel.connection_pool.connection_kwargs
@@ -152,7 +152,7 @@ def test_sentinels_are_asked_over_tls_as_well(query: str, over_tls: bool) -> Non
 )
 @pytest.mark.parametrize("kind", ["rediss://a", "rediss+sentinel://a/mymaster"])
 def test_the_name_of_a_server_is_checked(kind: str, query: str, checked: bool) -> None:
-    make, _ = client_factory(f"{kind}?{query}", RedisOptions())
+    make, _ = client_factory(f"{kind}?{query}", RedisOptions(), b"key")
     assert bool(make(1.0).connection_pool.connection_kwargs.get("ssl_check_hostname")) is checked
 
 

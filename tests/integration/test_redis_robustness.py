@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -238,32 +237,6 @@ def test_closing_lets_out_documented_errors_only(
     backend.close()
     client.close()
     assert wrong == []
-
-
-@pytest.mark.full
-def test_one_client_of_a_cluster_is_made_whoever_comes_first(cluster: Any) -> None:
-    connections = RedisConnections(cluster.endpoint(), "run", RedisOptions())
-    cluster.on_masters(lambda master: master.config_resetstat())
-    together = threading.Barrier(8)
-
-    def use() -> int:
-        together.wait(10.0)
-        return int(connections.ask(lambda client: client.exists(connections.base)))
-
-    with ThreadPoolExecutor(8) as pool:
-        assert [use.result() for use in [pool.submit(use) for _ in range(8)]] == [0] * 8
-    connections.close()
-    asked: list[int] = []
-    cluster.on_masters(
-        lambda master: asked.append(
-            sum(
-                one["calls"]
-                for name, one in master.info("commandstats").items()
-                if name == "cmdstat_cluster|slots"
-            )
-        )
-    )
-    assert sum(asked) == 1
 
 
 @pytest.fixture

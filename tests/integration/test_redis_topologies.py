@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rdzv.backends.redis import RedisBackend
+from rdzv.backends.redis_client import RedisConnections, RedisOptions
 from rdzv.conformance.fault_kit import Call
 from rdzv.conformance.suites import (
     BackendSuite,
@@ -69,34 +70,34 @@ def test_every_operation_works(topology: Any, opened: Any) -> None:
     use_all(opened(RedisBackend(endpoint, "run")), opened(RedisStore(endpoint, "run")))
 
 
-def with_rights(topology: Any, *rights: str) -> str:
-    """The endpoint of a user of these rights and the documented ones."""
-    words = documented_rights()
-    topology.on_masters(lambda client: client.execute_command("ACL", "SETUSER", *words, *rights))
-    return str(topology.endpoint_for(f"{words[0]}:{password_in(words)}@"))
-
-
-def test_the_documented_rights_are_enough_behind_sentinels(
-    request: pytest.FixtureRequest, topologies: Topologies, opened: Any
+@pytest.mark.parametrize("name", ["redis-sentinel", "redis-cluster"])
+def test_the_documented_rights_are_enough(
+    request: pytest.FixtureRequest, topologies: Topologies, name: str, opened: Any
 ) -> None:
-    endpoint = with_rights(topologies.get(request, "redis-sentinel"))
+    topology, rights = topologies.get(request, name), documented_rights()
+    topology.on_masters(lambda client: client.execute_command("ACL", "SETUSER", *rights))
+    endpoint = topology.endpoint_for(f"{rights[0]}:{password_in(rights)}@")
     use_all(opened(RedisBackend(endpoint, "rights")), opened(RedisStore(endpoint, "rights")))
+    wrong = topology.endpoint_for(f"{rights[0]}:wrong@")
+    with pytest.raises(RendezvousConnectionError, match="password_file"):
+        opened(RedisBackend(wrong, "rights")).open()
 
 
-def test_the_documented_rights_are_enough_on_a_cluster_and_no_more(
+def test_a_run_is_followed_to_another_node_of_the_cluster(
     request: pytest.FixtureRequest, topologies: Topologies, opened: Any
 ) -> None:
     cluster = topologies.get(request, "redis-cluster")
-    _, *more = documented_rights(" on a cluster")
-    endpoint = with_rights(cluster, *more)
-    use_all(opened(RedisBackend(endpoint, "rights")), opened(RedisStore(endpoint, "rights")))
-    for right in more:
-        with_rights(cluster, *more, right.replace("+", "-"))
-        with pytest.raises(RendezvousConnectionError, match="ACL lacks a right"):
-            opened(RedisBackend(endpoint, "rights")).open()
-    wrong = endpoint.replace(f":{password_in(documented_rights())}@", ":wrong@")
-    with pytest.raises(RendezvousConnectionError, match="password_file"):
-        opened(RedisBackend(wrong, "rights")).open()
+    backend = opened(RedisBackend(cluster.endpoint(), "moving"))
+    backend.set_state(b"document")
+    key = RedisConnections(cluster.endpoint(), "moving", RedisOptions()).base + b"state"
+    cluster.on_masters(lambda client: client.flushall())
+    cluster.move(key)
+    with pytest.raises(RendezvousConnectionError, match="Moved"):
+        backend.set_state(b"document")
+    _, _, written = backend.set_state(b"document")
+    assert written
+    assert backend.get_state()[0] == b"document"
+    assert opened(RedisBackend(cluster.endpoint(), "moving")).get_state()[0] == b"document"
 
 
 class _Topology:
