@@ -12,6 +12,7 @@ end
 local function begin()
   local time = now()
   call('ZADD', DONE_UNTIL, whole(time + ARGV[3]), ARGV[1])
+  keep(ARGV[2], DONE_UNTIL)
   -- Who takes one away for the one that he brings makes nothing grow.
   if ARGV[4] == '' then
     prune(time)
@@ -28,7 +29,7 @@ local function remember(answer, ...)
     call('HDEL', DONE, unpack(answered))
     call('ZREM', DONE_UNTIL, unpack(answered))
   end
-  keep(ARGV[2], DONE, DONE_UNTIL, ...)
+  keep(ARGV[2], DONE, ...)
 end
 
 local function wake(key)

@@ -112,6 +112,18 @@ def test_a_client_that_is_gone_leaves_its_last_operation_until_its_time_is_over(
     assert raw.exists(done, until) == 0
 
 
+def test_an_operation_that_fails_leaves_nothing_without_a_time(
+    server: Any, raw: Any, store: Any
+) -> None:
+    store.set("counter", str(2**63 - 1))
+    # As if all that was remembered had been over.
+    raw.delete(key_of(server, "done"), key_of(server, "done-until"))
+    with pytest.raises(ValueError, match="64 bits"):
+        store.add("counter", 1)
+    assert raw.exists(key_of(server, "done-until"))
+    assert [key for key in raw.scan_iter() if raw.pttl(key) < 0] == []
+
+
 # --------------------------------------------------------------------------- nothing twice
 
 
