@@ -72,11 +72,15 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._redis.close()
 
     def open(self) -> None:
-        """Connect. Warns where the server may throw keys away before their time.
+        """Connect, and see whether the user may run what is needed.
 
-        Raises ``RendezvousConnectionError``.
+        Warns where the server may throw keys away before their time. Raises
+        ``RendezvousConnectionError``, also for a user who lacks a right.
         """
-        memory = self._redis.ask(lambda client: client.ping() and _memory(client))
+        missing = self._redis.run("rights")
+        if missing:
+            raise self._redis.refused([self._text(name) for name in missing])
+        memory = self._redis.ask(_memory)
         policy = str(memory.get("maxmemory_policy", "noeviction"))
         if policy != "noeviction" and memory.get("maxmemory"):
             logger.warning(
@@ -110,8 +114,7 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             if found is None or not str(found[1]).endswith(f":{write_id}"):
                 raise
             return state, found[1], True
-        # A client of a cluster may have repeated it: then our own write is what holds.
-        if written or (held is not None and held.endswith(b":" + write_id.encode())):
+        if written:
             return state, self._token(held), True
         return None if held is None else (self._document(document[0]), self._token(held), False)
 
@@ -231,8 +234,8 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
 def _memory(client: Any) -> dict[str, Any]:
     try:
         return dict(client.info("memory"))
-    except Exception:
-        # Not everybody may ask, and a cluster answers by node: then nobody is warned.
+    except redis.exceptions.ResponseError:
+        # Not everybody may ask: then nobody is warned.
         return {}
 
 

@@ -1,11 +1,12 @@
-"""The one place that talks to redis-py: endpoints, connections, scripts and errors.
+"""The one place that talks to redis-py: connections, scripts and errors.
 
 Rules:
 
 * The client never repeats a command by itself: an answer that was lost is found out by whoever
   asked. So every time-out is set here and every retry of redis-py is off, whatever the URL says.
-* Requests share one pool with a short time-out; a wait holds a connection of a second pool, whose
-  time-out is longer than any wait.
+* A request ends within ``request_seconds``. One whose caller has less time left ends earlier: it
+  goes over a pool with a shorter time-out, of which there are few. A wait holds a connection of a
+  pool whose time-out is longer than any wait.
 * All keys of a run begin with ``<key_prefix>:{<digest of the run id>}:``. The braces hold a hash
   tag: a cluster keeps such keys on one node, so one script may touch all of them.
 * A script is sent by its digest, and whole where the server does not know it yet.
@@ -16,18 +17,20 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-from urllib.parse import unquote, urlsplit
+from typing import Any, NoReturn, TypeVar
 
 import redis
-import redis.cluster
 import redis.sentinel
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
+from rdzv.backends.redis_endpoint import (
+    REQUEST_SECONDS_MIN,
+    RedisOptions,
+    checked_key_prefix,
+    client_factory,
+)
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
@@ -36,60 +39,18 @@ from rdzv.errors import (
     secrets_in,
 )
 
-if TYPE_CHECKING:
-    from rdzv.settings import Settings
+__all__ = ["WAIT_SLICE_SECONDS_MAX", "RedisConnections", "RedisOptions", "logger", "raw"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-REQUEST_SECONDS_MAX = 5.0
-"""A request that is not answered by then has failed: the caller asks again, or the next one."""
 WAIT_SLICE_SECONDS_MAX = 5.0
 """A longer wait looks in between: a server that lost its data has nobody to wake us."""
+HURRIED_SECONDS = (REQUEST_SECONDS_MIN, 1.0, 2.0)
+"""The time-outs of requests whose callers cannot wait for longer."""
 RUN_DIGEST_CHARACTERS = 32
-DEFAULT_PORT = 6379
-SENTINEL_PORT = 26379
-USER_OPTIONS = frozenset(
-    {"username", "password", "host", "port", "path", "db", "client_name", "connection_class"}
-)
-"""What of a URL is taken over, besides ``ssl_…``. Others (``decode_responses``, time-outs, …) would
-change what the rest of this package relies on."""
-
-
-@dataclass(frozen=True, slots=True)
-class RedisOptions:
-    """What :class:`rdzv.settings.Settings` says to this backend."""
-
-    key_prefix: str = "rdzv"
-    read_timeout_seconds: float = 60.0
-    keep_alive_interval_seconds: float = 5.0
-    outage_timeout_seconds: float = 600.0
-    closed_grace_seconds: float = 60.0
-    password: str | None = field(default=None, repr=False)
-
-    @property
-    def request_seconds(self) -> float:
-        """Within so long a request is answered or has failed."""
-        patience = max(1.0, self.keep_alive_interval_seconds)
-        return min(self.read_timeout_seconds, patience, REQUEST_SECONDS_MAX)
-
-    @property
-    def lifetime_seconds(self) -> float:
-        """How long a run's keys outlive the last sign of life."""
-        return self.outage_timeout_seconds + self.closed_grace_seconds
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> RedisOptions:
-        """Those of the settings that matter here."""
-        return cls(
-            key_prefix=settings.key_prefix,
-            read_timeout_seconds=settings.read_timeout_seconds,
-            keep_alive_interval_seconds=settings.keep_alive_interval_seconds,
-            outage_timeout_seconds=settings.outage_timeout_seconds,
-            closed_grace_seconds=settings.closed_grace_seconds,
-            password=settings.password,
-        )
+ACL_ADVICE = ". The user's ACL lacks a right: docs/redis.md lists what is needed"
 
 
 class RedisConnections:
@@ -102,24 +63,26 @@ class RedisConnections:
         if not run_id:
             raise RendezvousSettingsError("the run id is empty: give one with --rdzv-id")
         digest = hashlib.sha256(run_id.encode("utf-8", "surrogatepass")).hexdigest()
-        self.base = f"{options.key_prefix}:{{{digest[:RUN_DIGEST_CHARACTERS]}}}:".encode()
+        prefix = checked_key_prefix(options.key_prefix)
+        self.base = b"%s:{%s}:" % (prefix, digest[:RUN_DIGEST_CHARACTERS].encode())
         self.options = options
         self.lifetime_ms = round(options.lifetime_seconds * 1000)
         self._secrets = (*secrets_in(endpoint), options.password)
         self.endpoint = mask_secrets(endpoint, *self._secrets)
-        self._make, self._route = _client_factory(endpoint, options)
-        self._requests: Any = self._make(options.request_seconds)
-        self._waits: Any = self._make(WAIT_SLICE_SECONDS_MAX + options.request_seconds)
+        self._make, self._route = client_factory(endpoint, options, self.base + b"state")
+        hurried = {s for s in HURRIED_SECONDS if s < options.request_seconds}
+        self._request_seconds = sorted(hurried | {options.request_seconds})
+        self._wait_seconds = WAIT_SLICE_SECONDS_MAX + options.request_seconds
+        self._lock = threading.Lock()
+        self._clients: dict[float, Any] = {}
+        self._disconnections = 0
 
     def route(self) -> tuple[str, int] | None:
         """Host and port of one server, None for a Unix socket."""
         return self._route
 
-    def run(self, script: str, *arguments: object) -> Any:
-        """What a script answers.
-
-        Raises ``RendezvousConnectionError`` or ``RendezvousStateError``.
-        """
+    def run(self, script: str, *arguments: object, within_seconds: float | None = None) -> Any:
+        """What a script answers. Raises as :meth:`ask`."""
 
         def ask(client: Any) -> Any:
             text, digest = script_text(script)
@@ -128,40 +91,69 @@ class RedisConnections:
             except redis.exceptions.NoScriptError:
                 return client.eval(text, 1, self.base, *arguments)
 
-        return self.ask(ask)
+        return self.ask(ask, within_seconds)
 
-    def ask(self, request: Callable[[Any], T]) -> T:
-        """Make a request with errors as :mod:`rdzv.ports` wants them."""
-        return self._with(self._requests, request)
+    def ask(self, request: Callable[[Any], T], within_seconds: float | None = None) -> T:
+        """Make a request of a caller who has so long, or half a second if that is longer.
+
+        Raises ``RendezvousConnectionError`` or ``RendezvousStateError``.
+        """
+        possible = self._request_seconds
+        if within_seconds is None:
+            return self._with(possible[-1], request)
+        fitting = [seconds for seconds in possible if seconds <= within_seconds]
+        return self._with(fitting[-1] if fitting else possible[0], request)
 
     def wait(self, request: Callable[[Any], T]) -> T:
         """The same on a connection that may wait for ``WAIT_SLICE_SECONDS_MAX``."""
-        return self._with(self._waits, request)
+        return self._with(self._wait_seconds, request)
 
     def close(self) -> None:
         """Give up all connections, also those that somebody waits on. Never raises."""
-        for client in (self._requests, self._waits):
-            try:
-                _disconnect(client)
-            except Exception:
-                logger.debug("closing connections to %s failed", self.endpoint, exc_info=True)
+        with self._lock:
+            clients = list(self._clients.values())
+        for client in clients:
+            self._give_up(client)
+
+    def refused(self, commands: list[str]) -> RendezvousConnectionError:
+        """The error of a user who may not run some commands."""
+        return RendezvousConnectionError(
+            f"Redis at {self.endpoint}: the user may not run {', '.join(commands)}{ACL_ADVICE}"
+        )
 
     def explained(self, error: BaseException) -> str:
         """What happened, where, and what to do; without secrets."""
         text = mask_secrets(f"{type(error).__name__}: {error}", *self._secrets)
         return f"Redis at {self.endpoint}: {text}{_advice(error)}"
 
-    def _with(self, client: Any, request: Callable[[Any], T]) -> T:
+    def _with(self, timeout_seconds: float, request: Callable[[Any], T]) -> T:
+        with self._lock:
+            client = self._clients.get(timeout_seconds)
+            if client is None:
+                client = self._clients[timeout_seconds] = self._make(timeout_seconds)
+            before = self._disconnections
         try:
             return request(client)
-        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException) as error:
-            if isinstance(error, redis.exceptions.ReadOnlyError):
-                # A failover: what is connected leads to the former master.
-                _disconnect(client)
+        except (redis.exceptions.ReadOnlyError, redis.exceptions.MovedError) as error:
+            # A failover: what is connected leads to the former master. Nothing was done.
+            self._give_up(client)
             self._raise(error)
-        except (OSError, ValueError) as error:
-            # ValueError: redis-py's for a connection that was closed under it by close().
+        except (redis.exceptions.RedisError, OSError, ValueError) as error:
             self._raise(error)
+        except Exception as error:
+            # redis-py whose connection another thread takes away, by close() for instance,
+            # stumbles over what is no longer there: a TypeError, an AttributeError, ...
+            if self._disconnections == before:
+                raise
+            self._raise(error)
+
+    def _give_up(self, client: Any) -> None:
+        with self._lock:
+            self._disconnections += 1
+        try:
+            _disconnect(client)
+        except Exception:
+            logger.debug("closing connections to %s failed", self.endpoint, exc_info=True)
 
     def _raise(self, error: Exception) -> NoReturn:
         if "WRONGTYPE" in str(error):
@@ -187,165 +179,25 @@ def script_text(name: str) -> tuple[str, str]:
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-def _client_factory(
-    endpoint: str, options: RedisOptions
-) -> tuple[Callable[[float], Any], tuple[str, int] | None]:
-    """What makes a client with a time-out in seconds, and where it leads."""
-    url = endpoint if "://" in endpoint else f"redis://{endpoint}"
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        # Without the parser's words, which may hold a password.
-        raise _refusal(endpoint, "no URL") from None
-    scheme, _, kind = parts.scheme.partition("+")
-    if kind in ("sentinel", "cluster") and scheme in ("redis", "rediss"):
-        group = _sentinel if kind == "sentinel" else _cluster
-        return group(endpoint, scheme, options)
-    if parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path):
-        raise _refusal(endpoint, "no endpoint of Redis")
-    keywords = _keywords(url, options)
-    keywords.setdefault("port", DEFAULT_PORT)
-    route = (keywords["host"], keywords["port"]) if "host" in keywords else None
-    if "path" in keywords:
-        del keywords["port"]
-
-    def make(timeout_seconds: float) -> Any:
-        pool = redis.ConnectionPool(**keywords, **_always(timeout_seconds))
-        return redis.Redis(connection_pool=pool)
-
-    return make, route
-
-
-def _sentinel(
-    endpoint: str, scheme: str, options: RedisOptions
-) -> tuple[Callable[[float], Any], tuple[str, int]]:
-    parts = urlsplit(endpoint)
-    hosts = list(_hosts(endpoint, SENTINEL_PORT))
-    service, _, database = parts.path.strip("/").partition("/")
-    if not service:
-        raise _refusal(endpoint, "no name of a master in the path")
-    keywords = _keywords(f"{scheme}://{_credentials(parts.netloc)}x/{database}", options)
-    for name in ("host", "port"):
-        keywords.pop(name, None)
-    if scheme == "rediss":
-        keywords["ssl"] = True
-    keywords.pop("connection_class", None)
-
-    def make(timeout_seconds: float) -> Any:
-        always = _always(timeout_seconds)
-        sentinel = redis.sentinel.Sentinel(hosts, sentinel_kwargs=always, **always)
-        return sentinel.master_for(service, **keywords)
-
-    return make, hosts[0]
-
-
-def _cluster(
-    endpoint: str, scheme: str, options: RedisOptions
-) -> tuple[Callable[[float], Any], tuple[str, int]]:
-    parts = urlsplit(endpoint)
-    hosts = list(_hosts(endpoint, DEFAULT_PORT))
-    keywords = _keywords(f"{scheme}://{_credentials(parts.netloc)}x?{parts.query}", options)
-    for name in ("host", "port", "db", "connection_class"):
-        keywords.pop(name, None)
-    if scheme == "rediss":
-        keywords["ssl"] = True
-
-    def make(timeout_seconds: float) -> Any:
-        return _LazyCluster(
-            [redis.cluster.ClusterNode(*host) for host in hosts],
-            {**keywords, **_always(timeout_seconds)},
-        )
-
-    return make, hosts[0]
-
-
-class _LazyCluster:
-    """A cluster client that is made at the first request: redis-py's asks the nodes at once."""
-
-    def __init__(self, nodes: list[Any], keywords: dict[str, Any]) -> None:
-        self._nodes, self._keywords = nodes, keywords
-        self._client: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        if self._client is None:
-            self._client = redis.cluster.RedisCluster(startup_nodes=self._nodes, **self._keywords)
-        return getattr(self._client, name)
-
-    def disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-
 def _disconnect(client: Any) -> None:
-    if isinstance(client, _LazyCluster):
-        client.disconnect()
-    else:
-        client.connection_pool.disconnect(inuse_connections=True)
-
-
-def _keywords(url: str, options: RedisOptions) -> dict[str, Any]:
-    try:
-        given = dict(redis.connection.parse_url(url))
-    except (ValueError, TypeError) as error:
-        # Without the parser's words, which may hold a part of a password.
-        what = "port, database or option" if isinstance(error, ValueError) else "option"
-        raise _refusal(url, f"a {what} in it cannot be read") from None
-    taken = {
-        name: value
-        for name, value in given.items()
-        if name in USER_OPTIONS or name.startswith("ssl_")
-    }
-    left = sorted(set(given) - set(taken))
-    if left:
-        logger.warning("of the endpoint's options these are not used: %s", ", ".join(left))
-    if options.password is not None:
-        taken["password"] = options.password
-    return taken
-
-
-def _always(timeout_seconds: float) -> dict[str, Any]:
-    return {
-        "socket_timeout": timeout_seconds,
-        "socket_connect_timeout": min(timeout_seconds, REQUEST_SECONDS_MAX),
-        "retry": Retry(NoBackoff(), 0),
-        "retry_on_error": [],
-        "decode_responses": False,
-        "health_check_interval": 0,
-    }
-
-
-def _hosts(endpoint: str, port: int) -> Iterable[tuple[str, int]]:
-    places = urlsplit(endpoint).netloc.rpartition("@")[2].split(",")
-    for place in places:
-        parts = urlsplit(f"//{place}")
-        try:
-            yield parts.hostname or "", parts.port or port
-        except ValueError:
-            raise _refusal(endpoint, "a place in it is no host and port") from None
-        if not parts.hostname:
-            raise _refusal(endpoint, "a host is missing")
-
-
-def _credentials(netloc: str) -> str:
-    credentials, at, _ = netloc.rpartition("@")
-    return credentials + at
-
-
-def _refusal(endpoint: str, why: str) -> RendezvousSettingsError:
-    shown = mask_secrets(endpoint, *secrets_in(endpoint))
-    return RendezvousSettingsError(
-        f"--rdzv-endpoint={shown}: {unquote(why)}. Give host:port, redis://, rediss://, unix://, "
-        "redis+sentinel://host:port,host:port/master or redis+cluster://host:port,host:port."
-    )
+    client.connection_pool.disconnect(inuse_connections=True)
 
 
 def _advice(error: BaseException) -> str:
     text = str(error)
+    if isinstance(error, redis.sentinel.MasterNotFoundError):
+        return (
+            ". Look whether the Sentinels can be reached from here and know the name. If they ask "
+            "for a password of their own, give sentinel_password=… (and sentinel_username=…) in "
+            "the URL's query"
+        )
     if isinstance(error, redis.exceptions.AuthenticationError) or "NOAUTH" in text:
         return ". Give user and password in the URL, or password_file=…"
-    if isinstance(error, redis.exceptions.NoPermissionError) or "can't run this command" in text:
-        return ". The user's ACL lacks a right: docs/redis.md lists what is needed"
+    if (
+        isinstance(error, redis.exceptions.NoPermissionError)
+        or "executing the script can't" in text
+    ):
+        return ACL_ADVICE
     if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in text:
         return ". The server is out of memory: raise its maxmemory or free some"
     if isinstance(error, redis.exceptions.TimeoutError):

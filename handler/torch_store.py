@@ -79,6 +79,11 @@ class Deadline:
         return max(0.0, min(at_most, self._end - time.monotonic()))
 
     @property
+    def elapsed_seconds(self) -> float:
+        """How long ago the call began."""
+        return time.monotonic() - (self._end - self.seconds)
+
+    @property
     def passed(self) -> bool:
         return time.monotonic() >= self._end
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import SupportsIndex, TypeVar
 
@@ -53,9 +54,22 @@ from rdzv.torch_store import (
     whole_number,
 )
 
-__all__ = ["Backoff", "Store", "StoreClient", "Unanswered", "counter_after"]
+__all__ = [
+    "Backoff",
+    "Store",
+    "StoreClient",
+    "Unanswered",
+    "counter_after",
+    "current_deadline",
+]
 
 T = TypeVar("T")
+
+current_deadline: ContextVar[Deadline | None] = ContextVar("current_deadline", default=None)
+"""The end of the call of a store that makes a primitive's request; None outside of one.
+
+A client may read it, so that a stalled server does not hold the caller beyond it, and so that what
+it keeps of an operation is kept for as long as that may be repeated."""
 
 REQUEST_WAIT_SECONDS_MAX = 3600.0
 """The longest wait a client is ever asked for; longer ones are asked for again."""
@@ -432,6 +446,7 @@ class Store(TorchStore):
         pauses = Backoff(RETRY_SECONDS_FIRST, RETRY_SECONDS_LAST)
         repeated = False  # at least once: a short wait must bear a connection that has gone stale
         while True:
+            token = current_deadline.set(limit)
             try:
                 return request()
             except Unanswered as error:
@@ -441,6 +456,8 @@ class Store(TorchStore):
                         f"{limit.seconds:g} s: {mask_secrets(str(error))}. Look whether it runs "
                         "and can be reached from here, or raise the store's timeout."
                     ) from error
+            finally:
+                current_deadline.reset(token)
             pauses.sleep(limit)
             repeated = True
 

@@ -1,19 +1,26 @@
-"""A store on Redis: the values of a run in one hash, a list for each queue, pub/sub to wake.
+"""A store on Redis: the values of a run in one hash, those of its queues in another; pub/sub wakes.
 
-Each mutation is one script that also remembers its operation id, so that a repeat after a lost
-answer has no second effect. Who waits subscribes to one of the keys that are missing, looks again,
-and only then sleeps: what is written in between is not missed.
+Each mutation is one script that also remembers its operation id with its answer, so that a repeat
+after a lost answer has no second effect. It is remembered for longer than a caller may repeat it,
+which the store's timeout decides, and forgotten as soon as it cannot be repeated any more: each
+mutation tells the server which answers have arrived. So a client leaves one operation behind, and
+those whose answers were lost.
+
+Who waits subscribes to one of the keys that are missing, looks again, and only then sleeps: what is
+written in between is not missed.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import redis
 import torch.distributed as dist
 
 from rdzv.backends.redis import RedisBackend
@@ -23,15 +30,25 @@ from rdzv.backends.redis_client import (
     RedisOptions,
     raw,
 )
+from rdzv.backends.redis_endpoint import REQUEST_SECONDS_MIN
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.settings import Settings
-from rdzv.stores.base import Store, StoreClient, Unanswered
+from rdzv.stores.base import Store, StoreClient, Unanswered, current_deadline
 from rdzv.torch_store import shown_keys
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 __all__ = ["RedisClient", "RedisStore", "create_backend"]
+
+REMEMBERED_SECONDS = 60.0
+"""So much longer than its caller may repeat it, an operation is remembered."""
+LATE_SECONDS_MAX = 30.0
+"""So long after its end a call, whose process was stopped meanwhile, may still repeat itself. The
+rest of ``REMEMBERED_SECONDS`` is for the way to the server."""
+TIMEOUT_SECONDS_DEFAULT = 300.0
+ANSWERED_MAX = 100
+"""So many operations one mutation tells the server to forget."""
 
 
 def create_backend(params: RendezvousParameters) -> tuple[RedisBackend, dist.Store]:
@@ -74,6 +91,8 @@ class RedisClient(StoreClient):
     def __init__(self, endpoint: str, run_id: str, options: RedisOptions | None = None) -> None:
         self._redis = RedisConnections(endpoint, run_id, options or RedisOptions())
         self._values = self._redis.base + b"values"
+        self._queues = self._redis.base + b"queues"
+        self._answered: deque[str] = deque(maxlen=10 * ANSWERED_MAX)
         self.endpoint = self._redis.endpoint
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -81,7 +100,7 @@ class RedisClient(StoreClient):
             return []
         fields = [raw(key) for key in keys]
         values: list[bytes | None] = self._ask(
-            lambda: self._redis.ask(lambda client: client.hmget(self._values, fields))
+            lambda: self._redis.ask(lambda client: client.hmget(self._values, fields), _left())
         )
         return values
 
@@ -115,14 +134,16 @@ class RedisClient(StoreClient):
         return bool(self._run("store_delete", operation, raw(key)))
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        positions = self._ask(lambda: self._redis.run("store_missing", *map(raw, keys)))
+        positions = self._ask(
+            lambda: self._redis.run("store_missing", *map(raw, keys), within_seconds=_left())
+        )
         return [keys[position - 1] for position in positions]
 
     def count_keys(self, prefix: str) -> int:
-        return int(self._ask(lambda: self._redis.run("store_keys", raw(prefix), 0)))
+        return int(self._keys(prefix, 0))
 
     def list_keys(self, prefix: str) -> list[str]:
-        found = self._ask(lambda: self._redis.run("store_keys", raw(prefix), 1))
+        found = self._keys(prefix, 1)
         return [key.decode("utf-8", "surrogatepass") for key in found]
 
     def queue_push(self, key: str, value: bytes, operation: str) -> None:
@@ -133,8 +154,18 @@ class RedisClient(StoreClient):
         return value
 
     def queue_len(self, key: str) -> int:
-        queue = self._redis.base + b"queue:" + raw(key)
-        return int(self._ask(lambda: self._redis.ask(lambda client: client.llen(queue))))
+        name = raw(key)
+        found = self._ask(
+            lambda: self._redis.ask(lambda client: client.hget(self._queues, name), _left())
+        )
+        try:
+            first, after = (found or b"0:0").split(b":")
+            return int(after) - int(first)
+        except ValueError:
+            raise dist.DistStoreError(
+                f"Redis at {self.endpoint} holds a queue that rdzv has not written: see who else "
+                "writes there, or use another key_prefix."
+            ) from None
 
     def wait_for_keys(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
         missing = self.missing(keys)
@@ -167,19 +198,82 @@ class RedisClient(StoreClient):
             with client.pubsub() as pubsub:
                 pubsub.subscribe(channel)
                 # The confirmation: from here on nothing is missed.
-                pubsub.get_message(timeout=self._redis.options.request_seconds)
+                patience = self._redis.options.request_seconds
+                confirmed = pubsub.get_message(
+                    timeout=min(patience, max(seconds, REQUEST_SECONDS_MIN))
+                )
+                if confirmed is None:
+                    raise redis.exceptions.TimeoutError("no answer to SUBSCRIBE")
                 if not is_there():
-                    pubsub.get_message(timeout=min(seconds, WAIT_SLICE_SECONDS_MAX))
+                    left = seconds - (time.monotonic() - begun)
+                    pubsub.get_message(timeout=max(0.0, min(left, WAIT_SLICE_SECONDS_MAX)))
 
-        self._ask(lambda: self._redis.wait(listen))
+        begun = time.monotonic()
+        self._ask(lambda: self._redis.ask(listen, seconds))
+
+    def _keys(self, prefix: str, listed: int) -> Any:
+        return self._ask(
+            lambda: self._redis.run("store_keys", raw(prefix), listed, within_seconds=_left())
+        )
 
     def _run(self, script: str, operation: str, *arguments: object) -> Any:
-        lifetime = self._redis.lifetime_ms
-        return self._ask(lambda: self._redis.run(script, operation, lifetime, *arguments))
+        remembered_ms = round(_remembered_seconds(self.endpoint) * 1000)
+        answered = self._take_answered()
+        try:
+            answer = self._ask(
+                lambda: self._redis.run(
+                    script,
+                    operation,
+                    self._redis.lifetime_ms,
+                    remembered_ms,
+                    " ".join(answered),
+                    *arguments,
+                    within_seconds=_left(),
+                )
+            )
+        except BaseException:
+            self._answered.extend(answered)
+            raise
+        self._answered.append(operation)
+        return answer
+
+    def _take_answered(self) -> list[str]:
+        taken: list[str] = []
+        while len(taken) < ANSWERED_MAX:
+            try:
+                taken.append(self._answered.popleft())
+            except IndexError:
+                break
+        return taken
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         with _translated():
             return request()
+
+
+def _left() -> float | None:
+    """How many seconds the caller has; None where nobody has said."""
+    deadline = current_deadline.get()
+    return None if deadline is None else deadline.remaining_seconds(TIMEOUT_SECONDS_DEFAULT)
+
+
+def _remembered_seconds(endpoint: str) -> float:
+    """How long to remember an operation that is made now.
+
+    Raises ``DistNetworkError`` where it may have been made before, and forgotten since.
+    """
+    deadline = current_deadline.get()
+    if deadline is None:
+        return TIMEOUT_SECONDS_DEFAULT + REMEMBERED_SECONDS
+    timeout_seconds = max(0.0, deadline.seconds)
+    late_seconds = deadline.elapsed_seconds - max(0.0, deadline.seconds)
+    if late_seconds > LATE_SECONDS_MAX:
+        raise dist.DistNetworkError(
+            f"a call to {endpoint} with a timeout of {timeout_seconds:g} s went on "
+            f"{late_seconds:.0f} s after its end: this process was stopped meanwhile. Nothing is "
+            "repeated now, for the server may have forgotten that it was done."
+        )
+    return timeout_seconds + REMEMBERED_SECONDS
 
 
 @contextmanager

@@ -25,7 +25,6 @@ end
 call('ZADD', ROSTER, expires, node)
 if label ~= '' then
   call('ZADD', labelled(label), expires, node)
-  call('PEXPIRE', labelled(label), ARGV[8])
 end
-keep(ARGV[8])
+keep(ARGV[8], ROSTER, ENTRIES, GONE, MARKS, CHANGES, label ~= '' and labelled(label) or nil)
 return pulse(time, true, ARGV[6], ARGV[7])

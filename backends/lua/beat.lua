@@ -9,8 +9,8 @@ if record then
   local _, label = unpacked(record)
   if label ~= '' then
     call('ZADD', labelled(label), expires, node)
-    call('PEXPIRE', labelled(label), ARGV[5])
   end
-  keep(ARGV[5])
+  keep(ARGV[5], label ~= '' and labelled(label) or nil)
+  prune(time)
 end
 return pulse(time, record, ARGV[3], ARGV[4])

@@ -4,7 +4,8 @@ local base = KEYS[1]
 local STATE, ROSTER, ENTRIES = base .. 'state', base .. 'roster', base .. 'entries'
 local GONE, MARKS = base .. 'gone', base .. 'marks'
 local STATES, CHANGES = base .. 'states', base .. 'changes'
-local VALUES, QUEUES = base .. 'values', base .. 'queues'
+local VALUES, QUEUES, QUEUED = base .. 'values', base .. 'queues', base .. 'queued'
+local DONE, DONE_UNTIL, LIFE = base .. 'done', base .. 'done-until', base .. 'life'
 local call = redis.call
 
 local function now()
@@ -16,13 +17,39 @@ local function whole(number)
   return string.format('%.0f', number)
 end
 
--- Let all that the run has stored live on, its store's keys included.
-local function keep(lifetime)
-  for _, key in ipairs({STATE, ROSTER, ENTRIES, GONE, MARKS, STATES, CHANGES, VALUES, QUEUES}) do
-    call('PEXPIRE', key, lifetime)
+local function last_until(key, milliseconds)
+  if call('PTTL', key) < milliseconds then
+    call('PEXPIRE', key, whole(milliseconds))
   end
-  for _, queue in ipairs(call('SMEMBERS', QUEUES)) do
-    call('PEXPIRE', base .. 'queue:' .. queue, lifetime)
+end
+
+-- Let all keys of the run live for `lifetime` more milliseconds; those that the caller may have
+-- created come after it. No life is ever made shorter: whoever wants least may come last. No key
+-- ends before LIFE, so mostly a look at that is enough, and the cost does not grow with what is
+-- stored. The keys of labels are not among them: who has a label keeps its key at each beat.
+local function keep(lifetime, ...)
+  local wanted, left = tonumber(lifetime), call('PTTL', LIFE)
+  if left >= wanted then
+    for _, key in ipairs({...}) do
+      last_until(key, left)
+    end
+    return
+  end
+  left = wanted + math.ceil(wanted / 8)
+  call('SET', LIFE, '', 'PX', whole(left))
+  for _, key in ipairs({
+    STATE, ROSTER, ENTRIES, GONE, MARKS, STATES, CHANGES, VALUES, QUEUES, QUEUED, DONE, DONE_UNTIL, ...
+  }) do
+    last_until(key, left)
+  end
+end
+
+-- Forget the answers that nobody can ask for again, a few at a time.
+local function prune(time)
+  local over = call('ZRANGEBYSCORE', DONE_UNTIL, '-inf', whole(time), 'LIMIT', 0, 16)
+  if over[1] then
+    call('HDEL', DONE, unpack(over))
+    call('ZREM', DONE_UNTIL, unpack(over))
   end
 end
 

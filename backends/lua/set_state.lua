@@ -8,5 +8,5 @@ call('XADD', STATES, 'MAXLEN', 1, '*', 'write', ARGV[2])
 local version = found and string.match(found, '^(%d+):') + 1 or 1
 -- One command, and after what may fail: a script that fails half-way is not rolled back.
 call('HSET', STATE, 'version', whole(version), 'write', ARGV[2], 'written', whole(now()), 'document', ARGV[3])
-keep(ARGV[4])
+keep(ARGV[4], STATE, STATES)
 return {1, whole(version) .. ':' .. ARGV[2]}

@@ -1,6 +1,6 @@
--- ARGV from 3 on: key, amount. Returns 1 and the sum, or 0 where there can be none. The sum is
+-- ARGV from 5 on: key, amount. Returns 1 and the sum, or 0 where there can be none. The sum is
 -- read back as text, since Lua's numbers hold 53 bits only.
-local key, before = ARGV[3], done()
+local key, before = ARGV[5], done()
 if before then
   return {1, before}
 end
@@ -12,11 +12,14 @@ if value then
     return {0}
   end
   local plain = digits == '0' and digits or sign .. digits
+  begin()
   if plain ~= value then
     call('HSET', VALUES, key, plain)
   end
+else
+  begin()
 end
-local summed = redis.pcall('HINCRBY', VALUES, key, ARGV[4])
+local summed = redis.pcall('HINCRBY', VALUES, key, ARGV[6])
 if type(summed) == 'table' then
   if value then
     call('HSET', VALUES, key, value)
@@ -27,6 +30,6 @@ if type(summed) == 'table' then
   return {0}
 end
 local sum = call('HGET', VALUES, key)
-remember(sum)
+remember(sum, VALUES)
 wake(key)
 return {1, sum}

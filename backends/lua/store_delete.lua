@@ -1,9 +1,11 @@
--- ARGV from 3 on: key. Returns whether there was a value.
+-- ARGV from 5 on: key. Returns whether there was a value.
 if done() then
   return 1
 end
-local deleted = call('HDEL', VALUES, ARGV[3])
-if deleted == 1 then
-  remember('1')
+if call('HEXISTS', VALUES, ARGV[5]) == 0 then
+  return 0
 end
-return deleted
+begin()
+call('HDEL', VALUES, ARGV[5])
+remember('1', VALUES)
+return 1

@@ -1,9 +1,12 @@
--- ARGV from 3 on: keys and values.
+-- ARGV from 5 on: keys and values.
 if not done() then
-  for index = 3, #ARGV, 2 do
+  begin()
+  for index = 5, #ARGV, 2 do
     call('HSET', VALUES, ARGV[index], ARGV[index + 1])
+  end
+  remember('1', VALUES)
+  for index = 5, #ARGV, 2 do
     wake(ARGV[index])
   end
-  remember('1')
 end
 return 1

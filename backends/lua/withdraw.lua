@@ -2,4 +2,4 @@
 forget(ARGV[1])
 call('ZADD', GONE, whole(now() + ARGV[2]), ARGV[1])
 changed(ARGV[3])
-keep(ARGV[4])
+keep(ARGV[4], GONE, MARKS, CHANGES)
