@@ -173,7 +173,7 @@ def _entry_in(fields: dict[str, Any]) -> RosterEntry:
     _expect_keys(fields, "nhtlrsf")
     hint = fields["h"]
     entry = RosterEntry(
-        node=_nodes_in([fields["n"]])[0],
+        node=_node_in(fields["n"]),
         rank_hint=None if hint is None else _whole(hint),
         topology=_text(fields["t"]),
         left=_round_in(fields["l"]),
@@ -204,11 +204,18 @@ def _nodes_out(nodes: tuple[Node, ...]) -> list[list[str]]:
 
 
 def _nodes_in(rows: Any) -> tuple[Node, ...]:
-    nodes = []
-    for row in _list(rows):
-        node_id, address = _list(row)
-        nodes.append(Node(_text(node_id), _text(address)))
-    return tuple(nodes)
+    # In bulk: every node reads thousands of them in each document.
+    pairs = _list(rows)
+    for kind in set(map(type, pairs)) - {list}:
+        raise RecordError(f"{kind.__name__} where a list belongs")
+    for kind in {type(part) for pair in pairs for part in pair} - {str}:
+        raise RecordError(f"{kind.__name__} where a text belongs")
+    return tuple([Node(node_id, address) for node_id, address in pairs])
+
+
+def _node_in(row: Any) -> Node:
+    node_id, address = _list(row)
+    return Node(_text(node_id), _text(address))
 
 
 def _round_out(round_id: RoundId | None) -> list[Any] | None:
