@@ -13,7 +13,18 @@ Rules:
 from __future__ import annotations
 
 from rdzv.codec import encode_entry
-from rdzv.effects import Announce, Asking, Beat, Found, ListRoster, Read, Session, Steps, Swap
+from rdzv.effects import (
+    Announce,
+    Asking,
+    Beat,
+    Found,
+    ListRoster,
+    Read,
+    Session,
+    Steps,
+    Swap,
+    Wait,
+)
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.machine import Observer, reasons_to_rejoin, restored
 from rdzv.ports import Entry, Pulse, Question
@@ -37,6 +48,19 @@ SWAP_ATTEMPTS_MAX = 16
 def read(session: Session) -> Steps:
     found = yield Read()
     take(session, found)
+
+
+def catch_up(session: Session) -> Steps:
+    """Read a document that a pulse has told of. The watch gives it at once, and then knows from
+    where on to watch: a node that goes on to wait need not look again."""
+    pulse = session.pulse
+    if session.announced and pulse is not None and pulse.token not in (None, session.token):
+        seconds = max(0.0, session.next_beat - session.clock())
+        found = yield Wait(session.token, None, seconds, session.why)
+        if found is not None:
+            take(session, found)
+            return
+    yield from read(session)
 
 
 def swap(session: Session, state: State) -> Asking:
@@ -128,6 +152,7 @@ def observer(session: Session) -> Observer:
         listing_is_current=_listing_is_current(session),
         minimum_since_seconds=session.minimum_since,
         quiet_until_seconds=session.quiet_until,
+        creates_at_seconds=session.creates_at,
         notice_age_seconds=max(0.0, age),
     )
 
