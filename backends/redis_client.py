@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -312,7 +313,18 @@ def _always(timeout_seconds: float) -> dict[str, Any]:
         "retry_on_error": [],
         "decode_responses": False,
         "health_check_interval": 0,
+        **_without_introduction(),
     }
+
+
+@cache
+def _without_introduction() -> dict[str, None]:
+    """Arguments that keep redis-py from telling its own name and version in two more round trips
+    for each connection: half the cost of one."""
+    accepted = inspect.signature(redis.connection.AbstractConnection.__init__).parameters
+    if "driver_info" in accepted:
+        return {"driver_info": None}
+    return {name: None for name in ("lib_name", "lib_version") if name in accepted}
 
 
 def _hosts(endpoint: str, port: int) -> Iterable[tuple[str, int]]:
