@@ -23,6 +23,8 @@ from counters import Counts, ServerCounters
 PROCESSES_MAX = 4
 SET_UP_SECONDS_MAX = 300.0
 """For making handlers and connecting, which is not the join."""
+JOIN_TIMEOUT_SECONDS_MORE = 60
+"""Beyond the limit: a node that is late is cut off, and does not give up by itself."""
 GRACE_SECONDS = 10.0
 """After the limit, for a process to say what it has."""
 ERROR_CHARACTERS_MAX = 200
@@ -86,7 +88,10 @@ class _Share:
 def context_for(modules: list[str]) -> ForkServerContext:
     """Where processes come from; ``modules`` are imported only once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.elastic.rendezvous.registry", *modules])
+    # The last two are the dear ones of the main module, which every process imports again.
+    common = ["torch.distributed.elastic.rendezvous.registry", "rdzv.handler"]
+    mine = ["rich.table", "rdzv.conformance.servers.pool"]
+    context.set_forkserver_preload([*common, *mine, *modules])
     return context
 
 
@@ -236,7 +241,7 @@ def _handler(case: Case) -> Any:
         case.nodes,
         case.nodes,
         local_addr="127.0.0.1",
-        join_timeout=max(1, round(case.limit_seconds)),
+        join_timeout=round(case.limit_seconds) + JOIN_TIMEOUT_SECONDS_MORE,
     )
     return get_rendezvous_handler(params)
 

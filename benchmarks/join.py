@@ -120,8 +120,7 @@ def _measure_all(
 def _modules(backends: list[str]) -> list[str]:
     """What the backends would import in each process anew."""
     factories = {known.name: known.factory for known in known_backends()}
-    modules = [factories[name].partition(":")[0] for name in backends if factories.get(name)]
-    return [*modules, "rdzv.handler"]
+    return [factories[name].partition(":")[0] for name in backends if factories.get(name)]
 
 
 def _allow_open_files(wanted: int) -> None:
@@ -185,7 +184,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--limit",
-        type=_at_least(1.0, float),
+        type=_at_least(0.001, float),
         default=60.0,
         metavar="SECONDS",
         help="for one measurement; what takes longer counts as not done (default: 60)",

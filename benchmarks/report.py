@@ -17,7 +17,15 @@ from rich.table import Table
 
 REFERENCE = "c10d"
 """torch's own: what all others are compared with."""
-WIDTH_MIN = 110
+COLUMNS = (
+    *("nodes", "backend", "median s", "min s", "max s", "from first", f"{REFERENCE}/this"),
+    *("requests", "commands", "KB in", "KB out"),
+)
+TITLE = (
+    "Seconds from the last node's start to the last node's rank; what the server counted, per node"
+)
+CAPTION = "from first: median from the first node's start on"
+WIDTH_MIN = 120
 
 
 class NoPlot(Exception):
@@ -41,12 +49,9 @@ def median_seconds(group: Sequence[Measurement]) -> float | None:
 def print_table(measurements: Sequence[Measurement]) -> None:
     """To standard output."""
     groups = by_case(measurements)
-    table = Table(box=box.SIMPLE_HEAD, title="From the last node's start to the last node's rank")
-    for name in ("nodes", "backend"):
-        table.add_column(name, justify="right" if name == "nodes" else "left")
-    times = ("median s", "min s", "max s", "from first s", f"{REFERENCE} / this")
-    for name in (*times, "requests/node", "commands/node", "KB in/node", "KB out/node"):
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, title=TITLE, caption=CAPTION)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "backend" else "right", no_wrap=True)
     previous = None
     for (nodes, backend), group in groups.items():
         if previous not in (None, nodes):
@@ -62,8 +67,10 @@ def outcome(one: Measurement) -> str:
     """One measurement in words."""
     if one.seconds is not None:
         return f"{one.seconds:.3f} s"
-    told = f": {one.error}" if one.error else ""
-    return f"not done in {one.limit_seconds:g} s, {one.joined} of {one.nodes} have a rank{told}"
+    have = f"{one.joined} of {one.nodes} have a rank"
+    if one.error:
+        return f"failed, {have}: {one.error}"
+    return f"not done in {one.limit_seconds:g} s, {have}"
 
 
 def write_json(path: Path, measurements: Sequence[Measurement], about: dict[str, Any]) -> None:
@@ -120,6 +127,8 @@ def write_plot(path: Path, measurements: Sequence[Measurement]) -> None:
 def _times(group: Sequence[Measurement], reference: Sequence[Measurement]) -> list[str]:
     seconds = [one.seconds for one in group if one.seconds is not None]
     middle, base = median_seconds(group), median_seconds(reference)
+    if any(one.error for one in group):
+        return ["failed", "-", "-", "-", "-"]
     if middle is None:
         limit = max(one.limit_seconds for one in group)
         done = f" ({len(seconds)} of {len(group)} rounds were)" if seconds else ""
