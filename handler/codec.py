@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from rdzv.errors import RendezvousStateError
@@ -35,6 +36,7 @@ STATE_BYTES_MAX = 1_000_000
 ENTRY_BYTES_MAX = 16_384
 UNPACKED_FACTOR_MAX = 8
 """How many times over its own limit a record's JSON may be."""
+DECODED_STATES_KEPT_MAX = 4
 PACK_FROM_BYTES = 512
 """Below this, compression does not pay for its time."""
 
@@ -66,7 +68,17 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(data: bytes) -> State:
-    """The document in ``data``. Raises ``RendezvousStateError`` for anything else."""
+    """The document in ``data``. Raises ``RendezvousStateError`` for anything else.
+
+    Nodes of one process that read the same bytes share what is in them, which nobody can change.
+    """
+    if not isinstance(data, bytes):
+        return _decode(b"S", data, STATE_BYTES_MAX, _state_in)
+    return _decoded_state(data)
+
+
+@lru_cache(maxsize=DECODED_STATES_KEPT_MAX)
+def _decoded_state(data: bytes) -> State:
     return _decode(b"S", data, STATE_BYTES_MAX, _state_in)
 
 

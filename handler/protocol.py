@@ -287,6 +287,10 @@ def _wait(session: Session, decision: Decision) -> Steps:
             if look_at > now:
                 moments.append(look_at)
                 revision = None
+                count_at = now + steps.counting_gap(session)
+                if count_at < look_at:
+                    session.next_beat = min(session.next_beat, count_at)
+                    moments.append(session.next_beat)
     until = min(moment for moment in moments if moment is not None)
     found = yield Wait(session.token, revision, max(0.0, until - now), decision.why)
     if found is not None:

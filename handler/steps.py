@@ -34,6 +34,10 @@ LISTING_RANKS = 3
 """How many of the lowest ranks list the roster at once when the pulse has changed."""
 LISTING_GAP_SECONDS_PER_ENTRY = 0.0005
 """Between two listings of a growing crowd, so that a joining storm costs linear work."""
+COUNTING_GAPS = 1 / 16
+COUNTING_SECONDS_MIN = 0.005
+"""So much of such a gap, and at least so long, between two looks at how many have confirmed, which
+cost no listing."""
 EXPIRY_MARGIN_SECONDS = 0.05
 """After an entry should have expired, to see that it has."""
 BACK_OFF_FIRST_SECONDS = 0.1
@@ -165,6 +169,13 @@ def key(pulse: Pulse) -> object:
 def listing_gap(session: Session) -> float:
     listing = session.listing
     return 0.0 if listing is None else LISTING_GAP_SECONDS_PER_ENTRY * len(listing.present)
+
+
+def counting_gap(session: Session) -> float:
+    """Seconds between two looks at how many have confirmed; infinite where nobody is to."""
+    if session.state is None or session.state.proposal is None:
+        return float("inf")
+    return max(COUNTING_SECONDS_MIN, COUNTING_GAPS * listing_gap(session))
 
 
 def _listing_is_current(session: Session) -> bool:
