@@ -80,11 +80,12 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._redis.close()
 
     def open(self) -> None:
-        """Connect. Warns where the server may throw keys away before their time.
+        """Connect, for waiting too. Warns where the server may throw keys away before their time.
 
         Raises ``RendezvousConnectionError``.
         """
         memory = self._redis.ask(lambda client: client.ping() and _memory(client))
+        self._redis.wait(lambda client: client.ping())
         policy = str(memory.get("maxmemory_policy", "noeviction"))
         if policy != "noeviction" and memory.get("maxmemory"):
             logger.warning(
@@ -190,7 +191,9 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             if left <= 0:
                 return None
             block_ms = max(1, round(min(left, WAIT_SLICE_SECONDS_MAX) * 1000))
-            self._redis.wait(lambda client: client.xread(streams, block=block_ms))  # noqa: B023
+            told = self._redis.wait(lambda client: client.xread(streams, block=block_ms))  # noqa: B023
+            if told and revision is not None and self._states not in _streams_of(told):
+                return None
             streams = None
 
     def _look(self, token: Token | None) -> tuple[str | None, bytes, bytes, bytes, Any]:
@@ -241,6 +244,11 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             f"Redis at {self.endpoint} holds {what} that rdzv has not written below "
             f"{self._redis.base.decode()}: see who else writes there, or use another key_prefix."
         )
+
+
+def _streams_of(told: Any) -> set[bytes]:
+    """Those that an answer to XREAD has entries of: a mapping in newer releases of the protocol."""
+    return set(told) if isinstance(told, dict) else {stream for stream, _ in told}
 
 
 def _memory(client: Any) -> dict[str, Any]:

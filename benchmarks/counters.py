@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 TIMEOUT_SECONDS = 30.0
 """A server that serves a thousand nodes at once answers late."""
@@ -25,6 +27,7 @@ class Counts:
     """What the server executed, by name; commands inside a script count too."""
     bytes_in: int | None = None
     bytes_out: int | None = None
+    cpu_seconds: float | None = None
 
     def since(self, before: Counts) -> Counts:
         """What was added after ``before``."""
@@ -35,6 +38,7 @@ class Counts:
             commands={name: count for name, count in grown.items() if count},
             bytes_in=_difference(self.bytes_in, before.bytes_in),
             bytes_out=_difference(self.bytes_out, before.bytes_out),
+            cpu_seconds=_difference(self.cpu_seconds, before.cpu_seconds),
         )
 
 
@@ -67,7 +71,8 @@ class RedisCounters(ServerCounters):
 
     def read(self) -> Counts:
         stats, rows = self._redis.info("stats"), self._redis.info("commandstats")
-        own_before, self._own = self._own, self._own + 2
+        cpu = self._redis.info("cpu")
+        own_before, self._own = self._own, self._own + 3
         commands = {
             name.removeprefix("cmdstat_"): int(row["calls"])
             for name, row in rows.items()
@@ -78,6 +83,7 @@ class RedisCounters(ServerCounters):
             commands=commands,
             bytes_in=int(stats["total_net_input_bytes"]),
             bytes_out=int(stats["total_net_output_bytes"]),
+            cpu_seconds=float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
         )
 
     def close(self) -> None:
@@ -88,5 +94,5 @@ COUNTERS: dict[str, Callable[[str], ServerCounters]] = {"redis": RedisCounters}
 """By the name of the backend; called with its endpoint."""
 
 
-def _difference(after: int | None, before: int | None) -> int | None:
+def _difference(after: Number | None, before: Number | None) -> Number | None:
     return None if after is None or before is None else after - before

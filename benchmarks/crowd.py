@@ -69,6 +69,8 @@ class Measurement:
     join: Counts | None
     """What the server counted during the join; None where nobody can ask it."""
     set_up: Counts | None
+    cpu_seconds: float = 0.0
+    """Of all nodes' processes together, during the join."""
 
     def as_json(self) -> dict[str, Any]:
         """For ``json.dumps``."""
@@ -83,6 +85,7 @@ class WrongRanks(Exception):
 class _Share:
     ranks: list[Rank]
     error: str
+    cpu_seconds: float
 
 
 def context_for(modules: list[str]) -> ForkServerContext:
@@ -138,6 +141,7 @@ def measure(context: ForkServerContext, case: Case, counters: ServerCounters | N
         limit_seconds=case.limit_seconds,
         join=at_end.since(at_start) if at_start and at_end else None,
         set_up=at_start.since(at_first) if at_first and at_start else None,
+        cpu_seconds=sum(share.cpu_seconds for share in shares if isinstance(share, _Share)),
     )
 
 
@@ -213,12 +217,14 @@ def _run_share(pipe: Connection, case: Case, count: int) -> None:
             threading.Thread(target=join, args=(handler,), daemon=True).start()
         pipe.send(time.monotonic() - started_at)
         pipe.recv()
+        cpu_at_start = time.process_time()
         gate.set()
         deadline = time.monotonic() + case.limit_seconds
         for _ in range(count):
             if not finished.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 break
-        pipe.send(_Share(list(ranks), errors[0] if errors else ""))
+        cpu_seconds = time.process_time() - cpu_at_start
+        pipe.send(_Share(list(ranks), errors[0] if errors else "", cpu_seconds))
         # One process may serve the others' store: stay until all have told.
         pipe.recv()
     except (EOFError, OSError):

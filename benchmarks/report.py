@@ -19,13 +19,14 @@ REFERENCE = "c10d"
 """torch's own: what all others are compared with."""
 COLUMNS = (
     *("nodes", "backend", "median s", "min s", "max s", "from first", f"{REFERENCE}/this"),
-    *("requests", "commands", "KB in", "KB out"),
+    *("CPU s", "server CPU", "requests", "commands", "KB in", "KB out"),
 )
-TITLE = (
-    "Seconds from the last node's start to the last node's rank; what the server counted, per node"
+TITLE = "Seconds from the last node's start to the last node's rank"
+CAPTION = (
+    "from first: the median from the first node's start on. CPU s, server CPU: seconds of all "
+    "nodes together and of the server.\nrequests to KB out: what the server counted, for each node"
 )
-CAPTION = "from first: median from the first node's start on"
-WIDTH_MIN = 120
+WIDTH_MIN = 130
 
 
 class NoPlot(Exception):
@@ -58,7 +59,8 @@ def print_table(measurements: Sequence[Measurement]) -> None:
             table.add_section()
         previous = nodes
         reference = groups.get((nodes, REFERENCE), [])
-        table.add_row(str(nodes), backend, *_times(group, reference), *_costs(group))
+        times, costs = _times(group, reference), _costs(group)
+        table.add_row(str(nodes), backend, *times, *_cpu(group), *costs)
     width = Console().width
     Console(width=max(width, WIDTH_MIN)).print(table)
 
@@ -146,6 +148,13 @@ def _times(group: Sequence[Measurement], reference: Sequence[Measurement]) -> li
     ]
     shown = (middle, min(seconds), max(seconds), statistics.median(first))
     return [*(f"{number:.3f}" for number in shown), ratio]
+
+
+def _cpu(group: Sequence[Measurement]) -> list[str]:
+    ours = statistics.median(one.cpu_seconds for one in group)
+    counts = [one.join.cpu_seconds for one in group if one.join is not None]
+    servers = [seconds for seconds in counts if seconds is not None]
+    return [f"{ours:.2f}", f"{statistics.median(servers):.2f}" if servers else "-"]
 
 
 def _costs(group: Sequence[Measurement]) -> list[str]:
