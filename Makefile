@@ -1,23 +1,29 @@
 # Every target first brings .venv up to date (.ci/venv.py says how); that takes no time when it is.
 # Variables:  PYTHON=python3.11  TORCH_VERSION=2.13.0  TORCH_INDEX_URL=URL  TORCH=cuda  SEEDS=100
 #             SERVERS=auto  REQUIRE=redis,postgresql,mysql,etcd
+#             NODES="8 64 256"  BACKENDS="redis c10d"  ROUNDS=3  BENCH="--limit 120 --plot join.svg"
 
 PYTHON ?= python3
 SEEDS ?= 100
 SERVERS ?= auto
 REQUIRE ?=
+NODES ?= 8 32 64
+BACKENDS ?= redis sqlite c10d
+ROUNDS ?= 3
+BENCH ?=
 export TORCH_VERSION TORCH_INDEX_URL TORCH
 
 BIN := .venv/bin
-BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
-PROGRAMS := $(wildcard .ci/*.py examples/*.py) $(BENCHMARKS)
+# Those that can be run; the others in that folder are parts of them.
+BENCHMARKS := $(sort $(shell grep -l '^if __name__ ==' benchmarks/*.py))
+PROGRAMS := $(wildcard .ci/*.py examples/*.py benchmarks/*.py)
 # One process for everything, so that one closing line counts everything.
 PYTEST := $(BIN)/pytest --doctest-modules --pyargs rdzv ./tests --rdzv-servers=$(SERVERS) \
     $(if $(REQUIRE),--rdzv-require=$(REQUIRE))
 IN_CONTAINERS := tests/integration/test_servers.py tests/integration/test_redis_conformance.py
 REPORT := build/conformance.json
 
-.PHONY: help venv demo test test-full test-docker lint types kit-proof sim bench clean
+.PHONY: help venv demo test test-full test-docker lint types kit-proof sim bench bench-join clean
 .DEFAULT_GOAL := help
 
 help:  ## this text
@@ -72,6 +78,10 @@ sim: venv  ## simulation only: make sim SEEDS=1000
 bench: venv  ## every program in benchmarks/
 	@for program in $(or $(BENCHMARKS),$(error benchmarks/ holds no program)); do \
 	    echo "[bench] $$program"; $(BIN)/python "$$program" || exit; done
+
+bench-join: venv  ## how long NODES nodes take to meet on BACKENDS, torch's c10d beside them
+	@$(BIN)/python benchmarks/join.py --nodes $(NODES) --backends $(BACKENDS) --rounds $(ROUNDS) \
+	    $(BENCH)
 
 clean:  ## remove .venv, build/ and every cache
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -7,8 +7,9 @@ after its document was lost and made anew, and lets a writer whose answer was lo
 write by reading again.
 
 Who waits reads two streams of one entry each, from the ids that it has seen together with the
-token: what was changed in between is told at once. Nothing is told of data that vanish, so a
-long wait looks again now and then.
+token: what was changed in between is told at once. Who has seen both already, when it read the
+document, need not look before it waits. Nothing is told of data that vanish, so a long wait looks
+again now and then.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             base + b"states",
             base + b"changes",
         )
+        self._seen: tuple[Token | None, bytes] | None = None
+        """A token, and the id of the last change of the document when it held."""
 
     @property
     def name(self) -> str:
@@ -65,6 +68,11 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     def endpoint(self) -> str:
         return self._redis.endpoint
 
+    @property
+    def connections(self) -> RedisConnections:
+        """For the store of the same run."""
+        return self._redis
+
     def route(self) -> tuple[str, int] | None:
         return self._redis.route()
 
@@ -72,7 +80,7 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._redis.close()
 
     def open(self) -> None:
-        """Connect, and see whether the user may run what is needed.
+        """Connect, for waiting too, and see whether the user may run what is needed.
 
         Warns where the server may throw keys away before their time. Raises
         ``RendezvousConnectionError``, also for a user who lacks a right.
@@ -81,6 +89,7 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         if missing:
             raise self._redis.refused([self._text(name) for name in missing])
         memory = self._redis.ask(_memory)
+        self._redis.wait(lambda client: client.ping())
         policy = str(memory.get("maxmemory_policy", "noeviction"))
         if policy != "noeviction" and memory.get("maxmemory"):
             logger.warning(
@@ -91,12 +100,8 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             )
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        fields = self._redis.ask(
-            lambda client: client.hmget(self._state, "version", "write", "document")
-        )
-        if fields[0] is None:
-            return None
-        return self._document(fields[2]), self._token(fields[0] + b":" + (fields[1] or b""))
+        held, _, _, _, document = self._look(None)
+        return None if held is None else (self._document(document), held)
 
     def set_state(
         self, state: bytes, token: Token | None = None
@@ -172,22 +177,35 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self, token: Token | None, timeout_seconds: float, revision: Any = None
     ) -> tuple[bytes, Token] | None:
         deadline = time.monotonic() + timeout_seconds
+        seen, streams = self._seen, None
+        if revision is None and seen is not None and seen[0] == token and timeout_seconds > 0:
+            streams = {self._states: seen[1]}
         while True:
-            held, now_revision, state_id, roster_id, document = self._redis.run(
-                "look", _expected(token)
-            )
-            if (None if held is None else self._token(held)) != token:
-                return None if held is None else (self._document(document), self._token(held))
-            if revision is not None and self._text(now_revision) != revision:
-                return None
+            if streams is None:
+                held, now_revision, state_id, roster_id, document = self._look(token)
+                if held != token:
+                    return None if held is None else (self._document(document), held)
+                if revision is not None and self._text(now_revision) != revision:
+                    return None
+                streams = {self._states: state_id}
+                if revision is not None:
+                    streams[self._changes] = roster_id
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            streams = {self._states: state_id}
-            if revision is not None:
-                streams[self._changes] = roster_id
             block_ms = max(1, round(min(left, WAIT_SLICE_SECONDS_MAX) * 1000))
-            self._redis.wait(lambda client: client.xread(streams, block=block_ms))  # noqa: B023
+            told = self._redis.wait(lambda client: client.xread(streams, block=block_ms))  # noqa: B023
+            if told and revision is not None and self._states not in _streams_of(told):
+                return None
+            streams = None
+
+    def _look(self, token: Token | None) -> tuple[str | None, bytes, bytes, bytes, Any]:
+        """The token, the revision, the ids of the last changes of document and roster; and the
+        document if its token is not ``token``."""
+        held, revision, state_id, roster_id, document = self._redis.run("look", _expected(token))
+        found = None if held is None else self._token(held)
+        self._seen = (found, state_id)
+        return found, revision, state_id, roster_id, document
 
     def _pulse(self, question: Question, answer: list[Any]) -> Pulse:
         held, live, revision, present, peer, confirmed, age_ms, expiry_ms = answer
@@ -229,6 +247,11 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             f"Redis at {self.endpoint} holds {what} that rdzv has not written below "
             f"{self._redis.base.decode()}: see who else writes there, or use another key_prefix."
         )
+
+
+def _streams_of(told: Any) -> set[bytes]:
+    """Those that an answer to XREAD has entries of: a mapping in newer releases of the protocol."""
+    return set(told) if isinstance(told, dict) else {stream for stream, _ in told}
 
 
 def _memory(client: Any) -> dict[str, Any]:

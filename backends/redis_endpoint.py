@@ -7,11 +7,12 @@ is given only what has been checked.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, parse_qs, urlencode, urlsplit
 
@@ -268,7 +269,18 @@ def _always(timeout_seconds: float, connect_seconds: float) -> dict[str, Any]:
         "retry_on_error": [],
         "decode_responses": False,
         "health_check_interval": 0,
+        **_without_introduction(),
     }
+
+
+@cache
+def _without_introduction() -> dict[str, None]:
+    """Arguments that keep redis-py from telling its own name and version in two more round trips
+    for each connection: half the cost of one."""
+    accepted = inspect.signature(redis.connection.AbstractConnection.__init__).parameters
+    if "driver_info" in accepted:
+        return {"driver_info": None}
+    return {name: None for name in ("lib_name", "lib_version") if name in accepted}
 
 
 def _keywords(

@@ -1,169 +1,196 @@
 """How long N nodes take to meet: seconds from the last node's start to the last node's rank.
 
-Every node is a thread in one of a few processes, with a handler of its own, made as torchrun makes
+Every node is a thread in one of four processes, with a handler of its own, made as torchrun makes
 it; min = max = N. Backends take turns in each round, so that a busy machine troubles all of them
-alike; the ratio to torch's own c10d is what counts, not the seconds.
+alike; the ratio to torch's own c10d in the same run is what counts, not the seconds. Beside the
+times stands what the server counted: requests, commands and bytes for each node.
 
-    python benchmarks/join.py --nodes 8 32 64 --backends sqlite c10d --rounds 3
+    make bench-join NODES="8 64 256" BACKENDS="redis c10d" ROUNDS=3
+    python benchmarks/join.py --nodes 64 --backends redis --endpoint redis=redis://host:6379
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
+import contextlib
 import os
+import platform
+import resource
 import socket
-import statistics
 import sys
 import tempfile
-import threading
-import time
 import uuid
-from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Barrier
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROCESSES_MAX = 4
-JOIN_TIMEOUT_SECONDS = 120
+from counters import COUNTERS, ServerCounters
+from crowd import Case, Measurement, WrongRanks, context_for, measure
+from report import REFERENCE, NoPlot, check_plot, outcome, print_table, write_json, write_plot
+
+from rdzv.conformance.servers.base import ServerUnavailable
+from rdzv.conformance.servers.options import Options
+from rdzv.conformance.servers.pool import ServerPool
+from rdzv.registry import known_backends
+
+TECHNOLOGIES = {
+    "redis": "redis",
+    "postgresql": "postgresql",
+    "mysql": "mysql",
+    "etcd-v3": "etcd",
+}
+"""What server to start for a backend that has no endpoint."""
+TORCHS_OWN_ON_A_PORT = ("c10d", "tcpstore")
+FILES = ("sqlite", "sql", "filestore")
+OPEN_FILES_PER_NODE = 8
+
+
+class Endpoints:
+    """Where each backend is: as the user says, else servers of this machine that are started when
+    they are first needed."""
+
+    def __init__(self, given: dict[str, str], folder: Path, pool: ServerPool) -> None:
+        self._given = given
+        self._folder = folder
+        self._pool = pool
+
+    def of(self, backend: str) -> str:
+        """For the next measurement. Raises ``SystemExit`` with what is missing."""
+        if backend in self._given:
+            return self._given[backend]
+        if backend in TORCHS_OWN_ON_A_PORT:
+            return f"127.0.0.1:{_free_port()}"
+        if backend in FILES:
+            return str(self._folder / f"{uuid.uuid4().hex}.db")
+        if backend not in TECHNOLOGIES:
+            raise SystemExit(f"--endpoint {backend}=… is missing: there is nothing to start for it")
+        try:
+            return self._pool.get(TECHNOLOGIES[backend]).endpoint()
+        except ServerUnavailable as error:
+            raise SystemExit(
+                f"{backend}: {error}. Or give one that runs: --endpoint {backend}=…"
+            ) from error
 
 
 def main() -> int:
-    """Measure, print a table with ratios, and write JSON where asked to."""
+    """Measure, print a table with ratios, and write JSON and a plot where asked to."""
     options = _options()
-    figures: dict[tuple[str, int], list[float | None]] = {}
-    with tempfile.TemporaryDirectory(prefix="rdzv-bench-") as folder:
-        for nodes in options.nodes:
-            for _ in range(options.rounds):
-                for backend in options.backends:
-                    endpoint = _endpoint(backend, options.endpoint, folder)
-                    seconds = measure(backend, endpoint, nodes)
-                    figures.setdefault((backend, nodes), []).append(seconds)
-                    shown = "not done" if seconds is None else f"{seconds:.3f} s"
-                    print(f"{nodes:5} nodes  {backend:12} {shown}", flush=True)
-    _print_table(figures, options)
+    if options.plot:
+        try:
+            check_plot()
+        except NoPlot as error:
+            raise SystemExit(str(error)) from error
+    _allow_open_files(max(options.nodes) * OPEN_FILES_PER_NODE)
+    measurements: list[Measurement] = []
+    try:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rdzv-bench-"))
+            pool = stack.enter_context(contextlib.closing(ServerPool(Options("local"))))
+            endpoints = Endpoints(dict(options.endpoint), Path(folder), pool)
+            measurements = _measure_all(options, endpoints, stack)
+    except WrongRanks as error:
+        raise SystemExit(f"The ranks are wrong: {error}") from error
+    print_table(measurements)
     if options.json:
-        rows = [
-            {"backend": backend, "nodes": nodes, "seconds": seconds}
-            for (backend, nodes), seconds in figures.items()
-        ]
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_json(options.json, measurements, _about(options))
+    if options.plot:
+        write_plot(options.plot, measurements)
     return 0
 
 
-def measure(backend: str, endpoint: str, nodes: int) -> float | None:
-    """Seconds from the last start to the last rank; None if not all nodes got one."""
-    context = multiprocessing.get_context("spawn")
-    processes = min(PROCESSES_MAX, nodes)
-    share = [nodes // processes + (index < nodes % processes) for index in range(processes)]
-    results: Queue[tuple[float, float, int]] = context.Queue()
-    ready = context.Barrier(processes)
-    run_id = f"bench-{uuid.uuid4().hex[:8]}"
-    workers = [
-        context.Process(
-            target=_run_nodes, args=(backend, endpoint, run_id, nodes, count, ready, results)
-        )
-        for count in share
-    ]
-    for worker in workers:
-        worker.start()
-    rows = [results.get(timeout=JOIN_TIMEOUT_SECONDS * 2) for _ in workers]
-    for worker in workers:
-        worker.join(10)
-        if worker.is_alive():
-            worker.kill()
-    if sum(joined for _, _, joined in rows) < nodes:
-        return None
-    return max(end for _, end, _ in rows) - max(start for start, _, _ in rows)
-
-
-def _run_nodes(
-    backend: str,
-    endpoint: str,
-    run_id: str,
-    nodes: int,
-    count: int,
-    ready: Barrier,
-    results: Queue[tuple[float, float, int]],
-) -> None:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    params = RendezvousParameters(
-        backend,
-        endpoint,
-        run_id,
-        nodes,
-        nodes,
-        local_addr="127.0.0.1",
-        join_timeout=JOIN_TIMEOUT_SECONDS,
-    )
-    handlers = [get_rendezvous_handler(params) for _ in range(count)]
-    ends: list[float] = []
-
-    def join(handler: Any) -> None:
-        handler.next_rendezvous()
-        ends.append(time.monotonic())
-
-    threads = [threading.Thread(target=join, args=(handler,), daemon=True) for handler in handlers]
-    ready.wait(JOIN_TIMEOUT_SECONDS)
-    for thread in threads:
-        thread.start()
-    start = time.monotonic()
-    for thread in threads:
-        thread.join(JOIN_TIMEOUT_SECONDS)
-    results.put((start, max(ends, default=start), len(ends)))
-    ready.wait(JOIN_TIMEOUT_SECONDS)
-    results.close()
-    results.join_thread()
-    os._exit(0)
-
-
-def _endpoint(backend: str, given: list[str], folder: str) -> str:
-    for pair in given:
-        name, _, endpoint = pair.partition("=")
-        if name == backend:
-            return endpoint
-    if backend == "c10d":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{probe.getsockname()[1]}"
-    if backend in ("sqlite", "sql"):
-        return str(Path(folder) / f"{uuid.uuid4().hex}.db")
-    raise SystemExit(f"--endpoint {backend}=… is missing")
-
-
-def _print_table(
-    figures: dict[tuple[str, int], list[float | None]], options: argparse.Namespace
-) -> None:
-    print(f"\n{'nodes':>6} {'backend':12} {'median':>9} {'min':>9} {'max':>9}  c10d / this")
+def _measure_all(
+    options: argparse.Namespace, endpoints: Endpoints, stack: contextlib.ExitStack
+) -> list[Measurement]:
+    context = context_for(_modules(options.backends))
+    counters: dict[str, ServerCounters] = {}
+    measurements = []
     for nodes in options.nodes:
-        base = _median(figures.get(("c10d", nodes), []))
-        for backend in options.backends:
-            done = [seconds for seconds in figures[backend, nodes] if seconds is not None]
-            middle = _median(figures[backend, nodes])
-            if middle is None:
-                print(f"{nodes:6} {backend:12} {'not done':>9}")
-                continue
-            ratio = f"{base / middle:8.1f}" if base else "       -"
-            print(
-                f"{nodes:6} {backend:12} {middle:9.3f} {min(done):9.3f} {max(done):9.3f}  {ratio}"
-            )
+        for _ in range(options.rounds):
+            for backend in options.backends:
+                case = Case(backend, endpoints.of(backend), nodes, options.limit)
+                if backend in COUNTERS and backend not in counters:
+                    opened = COUNTERS[backend](case.endpoint)
+                    counters[backend] = stack.enter_context(contextlib.closing(opened))
+                one = measure(context, case, counters.get(backend))
+                measurements.append(one)
+                print(f"{nodes:5} nodes  {backend:12} {outcome(one)}", flush=True)
+    return measurements
 
 
-def _median(figures: list[float | None]) -> float | None:
-    done = [seconds for seconds in figures if seconds is not None]
-    return statistics.median(done) if done and len(done) == len(figures) else None
+def _modules(backends: list[str]) -> list[str]:
+    """What the backends would import in each process anew."""
+    factories = {known.name: known.factory for known in known_backends()}
+    return [factories[name].partition(":")[0] for name in backends if factories.get(name)]
+
+
+def _allow_open_files(wanted: int) -> None:
+    """As many as the system lets us have; processes that we start inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    allowed = wanted if unlimited else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _about(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rounds": options.rounds,
+    }
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, endpoint = text.partition("=")
+    if not (name and equals and endpoint):
+        raise argparse.ArgumentTypeError(f"{text!r} is not BACKEND=ENDPOINT")
+    return name, endpoint
+
+
+def _at_least(least: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        value = kind(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least:g}")
+        return value
+
+    return number
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--backends", nargs="+", default=["sqlite", "c10d"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--endpoint", nargs="*", default=[], help="BACKEND=ENDPOINT")
-    parser.add_argument("--json", help="write the figures to this file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    count = _at_least(1, int)
+    parser.add_argument("--nodes", type=count, nargs="+", default=[8, 32])
+    parser.add_argument("--backends", nargs="+", default=["redis", "sqlite", REFERENCE])
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument(
+        "--endpoint",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="BACKEND=ENDPOINT",
+        help="a server that runs, instead of one that is started; may be given several times",
+    )
+    parser.add_argument(
+        "--limit",
+        type=_at_least(0.001, float),
+        default=60.0,
+        metavar="SECONDS",
+        help="for one measurement; what takes longer counts as not done (default: 60)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png|svg", help="draw them")
     return parser.parse_args()
 
 

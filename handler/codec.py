@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from rdzv.errors import RendezvousStateError
@@ -35,6 +36,7 @@ STATE_BYTES_MAX = 1_000_000
 ENTRY_BYTES_MAX = 16_384
 UNPACKED_FACTOR_MAX = 8
 """How many times over its own limit a record's JSON may be."""
+DECODED_STATES_KEPT_MAX = 4
 PACK_FROM_BYTES = 512
 """Below this, compression does not pay for its time."""
 
@@ -66,7 +68,17 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(data: bytes) -> State:
-    """The document in ``data``. Raises ``RendezvousStateError`` for anything else."""
+    """The document in ``data``. Raises ``RendezvousStateError`` for anything else.
+
+    Nodes of one process that read the same bytes share what is in them, which nobody can change.
+    """
+    if not isinstance(data, bytes):
+        return _decode(b"S", data, STATE_BYTES_MAX, _state_in)
+    return _decoded_state(data)
+
+
+@lru_cache(maxsize=DECODED_STATES_KEPT_MAX)
+def _decoded_state(data: bytes) -> State:
     return _decode(b"S", data, STATE_BYTES_MAX, _state_in)
 
 
@@ -173,7 +185,7 @@ def _entry_in(fields: dict[str, Any]) -> RosterEntry:
     _expect_keys(fields, "nhtlrsf")
     hint = fields["h"]
     entry = RosterEntry(
-        node=_nodes_in([fields["n"]])[0],
+        node=_node_in(fields["n"]),
         rank_hint=None if hint is None else _whole(hint),
         topology=_text(fields["t"]),
         left=_round_in(fields["l"]),
@@ -204,11 +216,18 @@ def _nodes_out(nodes: tuple[Node, ...]) -> list[list[str]]:
 
 
 def _nodes_in(rows: Any) -> tuple[Node, ...]:
-    nodes = []
-    for row in _list(rows):
-        node_id, address = _list(row)
-        nodes.append(Node(_text(node_id), _text(address)))
-    return tuple(nodes)
+    # In bulk: every node reads thousands of them in each document.
+    pairs = _list(rows)
+    for kind in set(map(type, pairs)) - {list}:
+        raise RecordError(f"{kind.__name__} where a list belongs")
+    for kind in {type(part) for pair in pairs for part in pair} - {str}:
+        raise RecordError(f"{kind.__name__} where a text belongs")
+    return tuple([Node(node_id, address) for node_id, address in pairs])
+
+
+def _node_in(row: Any) -> Node:
+    node_id, address = _list(row)
+    return Node(_text(node_id), _text(address))
 
 
 def _round_out(round_id: RoundId | None) -> list[Any] | None:

@@ -140,6 +140,8 @@ class Session:
     """Admitted to the barrier or a round of this incarnation."""
     settles_at: float = float("inf")
     """When a newcomer will have waited for a whole keep-alive interval."""
+    creates_at: float = 0.0
+    """When a node that found no document and was not the first to arrive writes one."""
     announced: bool = False
     """Whether the entry is in the roster, as far as this node knows."""
     doubt_until: float = 0.0

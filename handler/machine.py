@@ -99,6 +99,8 @@ class Observer:
     minimum_since_seconds: float | None = None
     quiet_until_seconds: float = 0.0
     """Complete nothing before: this node has put the document back."""
+    creates_at_seconds: float = 0.0
+    """Leave a run's first document to whoever was here first until then."""
     notice_age_seconds: float = 0.0
     """Age, now, of the published reason to re-join, as well as it is known."""
 
@@ -292,6 +294,9 @@ def decide_waiting(
 ) -> Decision:
     """What an announced node does inside the barrier."""
     if state is None:
+        if me.live_count > 1 and now < me.creates_at_seconds:
+            why = "the node that was here first writes the run's first document"
+            return Decision(Act.WAIT, why, wake_at_seconds=me.creates_at_seconds)
         created = State(incarnation=me.nonce, coordinator=me.id)
         return Decision(Act.SWAP, "the run has no document yet", created)
     if state.closed is not None:

@@ -38,6 +38,9 @@ from rdzv.state import Closing, Listing, State
 
 BEAT_PHASE = 0.618034
 """Of an interval between the beats of neighbouring ranks; the golden ratio fills gaps evenly."""
+CREATION_PATIENCE_SECONDS = 1.0
+"""For the first of many that start at once to write the run's first document: a thousand attempts
+to do so would be a thousand writes to one key. It may have died."""
 
 JoinSteps: TypeAlias = Generator[Effect, Any, State]
 JoinStep: TypeAlias = Generator[Effect, Any, "State | None"]
@@ -147,7 +150,7 @@ def _check_deadline(session: Session) -> None:
 
 def _join_step(session: Session, join_seconds: float | None) -> JoinStep:
     if not session.was_read:
-        yield from steps.read(session)
+        yield from steps.catch_up(session)
     if (yield from steps.put_back(session)):
         return None
     if not session.entered:
@@ -218,6 +221,8 @@ def _arrive(session: Session) -> Asking:
     if state is not None and is_bygone(session.entry, state):
         raise RendezvousClosedError("The run was closed, and its run id is in use anew.")
     if state is None or state.closed is None:
+        if state is None:
+            session.creates_at = session.clock() + session.jitter(CREATION_PATIENCE_SECONDS)
         session.settles_at = session.clock() + session.rules.keep_alive_interval_seconds
         yield from steps.announce(session, session.entry)
         return True
@@ -282,6 +287,10 @@ def _wait(session: Session, decision: Decision) -> Steps:
             if look_at > now:
                 moments.append(look_at)
                 revision = None
+                count_at = now + steps.counting_gap(session)
+                if count_at < look_at:
+                    session.next_beat = min(session.next_beat, count_at)
+                    moments.append(session.next_beat)
     until = min(moment for moment in moments if moment is not None)
     found = yield Wait(session.token, revision, max(0.0, until - now), decision.why)
     if found is not None:

@@ -13,7 +13,18 @@ Rules:
 from __future__ import annotations
 
 from rdzv.codec import encode_entry
-from rdzv.effects import Announce, Asking, Beat, Found, ListRoster, Read, Session, Steps, Swap
+from rdzv.effects import (
+    Announce,
+    Asking,
+    Beat,
+    Found,
+    ListRoster,
+    Read,
+    Session,
+    Steps,
+    Swap,
+    Wait,
+)
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.machine import Observer, reasons_to_rejoin, restored
 from rdzv.ports import Entry, Pulse, Question
@@ -23,6 +34,10 @@ LISTING_RANKS = 3
 """How many of the lowest ranks list the roster at once when the pulse has changed."""
 LISTING_GAP_SECONDS_PER_ENTRY = 0.0005
 """Between two listings of a growing crowd, so that a joining storm costs linear work."""
+COUNTING_GAPS = 1 / 16
+COUNTING_SECONDS_MIN = 0.005
+"""So much of such a gap, and at least so long, between two looks at how many have confirmed, which
+cost no listing."""
 EXPIRY_MARGIN_SECONDS = 0.05
 """After an entry should have expired, to see that it has."""
 BACK_OFF_FIRST_SECONDS = 0.1
@@ -37,6 +52,19 @@ SWAP_ATTEMPTS_MAX = 16
 def read(session: Session) -> Steps:
     found = yield Read()
     take(session, found)
+
+
+def catch_up(session: Session) -> Steps:
+    """Read a document that a pulse has told of. The watch gives it at once, and then knows from
+    where on to watch: a node that goes on to wait need not look again."""
+    pulse = session.pulse
+    if session.announced and pulse is not None and pulse.token not in (None, session.token):
+        seconds = max(0.0, session.next_beat - session.clock())
+        found = yield Wait(session.token, None, seconds, session.why)
+        if found is not None:
+            take(session, found)
+            return
+    yield from read(session)
 
 
 def swap(session: Session, state: State) -> Asking:
@@ -128,6 +156,7 @@ def observer(session: Session) -> Observer:
         listing_is_current=_listing_is_current(session),
         minimum_since_seconds=session.minimum_since,
         quiet_until_seconds=session.quiet_until,
+        creates_at_seconds=session.creates_at,
         notice_age_seconds=max(0.0, age),
     )
 
@@ -140,6 +169,13 @@ def key(pulse: Pulse) -> object:
 def listing_gap(session: Session) -> float:
     listing = session.listing
     return 0.0 if listing is None else LISTING_GAP_SECONDS_PER_ENTRY * len(listing.present)
+
+
+def counting_gap(session: Session) -> float:
+    """Seconds between two looks at how many have confirmed; infinite where nobody is to."""
+    if session.state is None or session.state.proposal is None:
+        return float("inf")
+    return max(COUNTING_SECONDS_MIN, COUNTING_GAPS * listing_gap(session))
 
 
 def _listing_is_current(session: Session) -> bool:

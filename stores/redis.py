@@ -66,11 +66,13 @@ def create_backend(params: RendezvousParameters) -> tuple[RedisBackend, dist.Sto
         backend.close()
         raise
     timeout = timedelta(seconds=settings.read_timeout_seconds)
-    return backend, RedisStore(settings.endpoint, settings.run_id, timeout, options=options)
+    store = RedisStore(settings.endpoint, settings.run_id, timeout, connections=backend.connections)
+    return backend, store
 
 
 class RedisStore(Store):
-    """The keys of one run id on Redis."""
+    """The keys of one run id on Redis. ``connections`` of the run's backend, where there is one,
+    serve both."""
 
     def __init__(
         self,
@@ -79,8 +81,10 @@ class RedisStore(Store):
         timeout: timedelta | None = None,
         *,
         options: RedisOptions | None = None,
+        connections: RedisConnections | None = None,
     ) -> None:
-        super().__init__(RedisClient(endpoint, run_id, options), timeout=timeout)
+        client = RedisClient(endpoint, run_id, options, connections=connections)
+        super().__init__(client, timeout=timeout)
 
 
 class RedisClient(StoreClient):
@@ -88,8 +92,15 @@ class RedisClient(StoreClient):
 
     value_bytes_max = 64 * 1024 * 1024
 
-    def __init__(self, endpoint: str, run_id: str, options: RedisOptions | None = None) -> None:
-        self._redis = RedisConnections(endpoint, run_id, options or RedisOptions())
+    def __init__(
+        self,
+        endpoint: str,
+        run_id: str,
+        options: RedisOptions | None = None,
+        *,
+        connections: RedisConnections | None = None,
+    ) -> None:
+        self._redis = connections or RedisConnections(endpoint, run_id, options or RedisOptions())
         self._values = self._redis.base + b"values"
         self._queues = self._redis.base + b"queues"
         self._answered: deque[str] = deque(maxlen=10 * ANSWERED_MAX)
