@@ -89,7 +89,7 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         if missing:
             raise self._redis.refused([self._text(name) for name in missing])
         memory = self._redis.ask(_memory)
-        self._redis.wait(lambda client: client.ping())
+        self._redis.wait(lambda client: client.pttl(self._state))
         policy = str(memory.get("maxmemory_policy", "noeviction"))
         if policy != "noeviction" and memory.get("maxmemory"):
             logger.warning(

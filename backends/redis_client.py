@@ -98,15 +98,15 @@ class RedisConnections:
 
         Raises ``RendezvousConnectionError`` or ``RendezvousStateError``.
         """
-        possible = self._request_seconds
-        if within_seconds is None:
-            return self._with(possible[-1], request)
-        fitting = [seconds for seconds in possible if seconds <= within_seconds]
-        return self._with(fitting[-1] if fitting else possible[0], request)
+        return self._with(self._fitting(within_seconds), request)
 
     def wait(self, request: Callable[[Any], T]) -> T:
         """The same on a connection that may wait for ``WAIT_SLICE_SECONDS_MAX``."""
         return self._with(self._wait_seconds, request)
+
+    def listen(self, request: Callable[[Any], T], within_seconds: float) -> T:
+        """The same for a subscription, which has a time-out of its own for each message."""
+        return self._with(self._fitting(within_seconds), request)
 
     def close(self) -> None:
         """Give up all connections, also those that somebody waits on. Never raises."""
@@ -125,6 +125,12 @@ class RedisConnections:
         """What happened, where, and what to do; without secrets."""
         text = mask_secrets(f"{type(error).__name__}: {error}", *self._secrets)
         return f"Redis at {self.endpoint}: {text}{_advice(error)}"
+
+    def _fitting(self, within_seconds: float | None) -> float:
+        possible = self._request_seconds
+        if within_seconds is None:
+            return possible[-1]
+        return max((s for s in possible if s <= within_seconds), default=possible[0])
 
     def _with(self, timeout_seconds: float, request: Callable[[Any], T]) -> T:
         with self._lock:

@@ -220,7 +220,7 @@ class RedisClient(StoreClient):
                     pubsub.get_message(timeout=max(0.0, min(left, WAIT_SLICE_SECONDS_MAX)))
 
         begun = time.monotonic()
-        self._ask(lambda: self._redis.ask(listen, seconds))
+        self._ask(lambda: self._redis.listen(listen, seconds))
 
     def _keys(self, prefix: str, listed: int) -> Any:
         return self._ask(
