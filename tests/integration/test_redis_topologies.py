@@ -32,6 +32,11 @@ from .redis_members import documented_rights, password_in
 from .redis_topologies import NAMES, Topologies, TopologyTarget
 from .test_redis import use_all
 
+# A connection that is reset before its TLS handshake makes Python's ssl module leave a socket to
+# the garbage collector (SSLSocket._create raises before it owns what it has detached).
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <ssl.SSLSocket:pytest.PytestUnraisableExceptionWarning"
+)
 logger = logging.getLogger(__name__)
 
 NODES = 8
