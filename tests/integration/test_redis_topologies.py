@@ -96,7 +96,12 @@ def test_a_run_is_followed_to_another_node_of_the_cluster(
     backend.set_state(b"document")
     key = RedisConnections(cluster.endpoint(), "moving", RedisOptions()).base + b"state"
     cluster.on_masters(lambda client: client.flushall())
-    cluster.move(key)
+
+    def meanwhile() -> None:
+        with pytest.raises(RendezvousConnectionError):
+            backend.set_state(b"document")
+
+    cluster.move(key, meanwhile)
     with pytest.raises(RendezvousConnectionError, match="Moved"):
         backend.set_state(b"document")
     _, _, written = backend.set_state(b"document")
