@@ -20,6 +20,7 @@ import redis
 import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.utils import str_if_bytes
 
 from rdzv.backends.redis_cluster import Places, SecureSlotConnection, SlotConnection
 from rdzv.errors import RendezvousSettingsError, mask_secrets, secrets_in
@@ -235,7 +236,7 @@ class _MasterPool(redis.sentinel.SentinelConnectionPool):
         manager = self.sentinel_manager
         try:
             named = manager.sentinels[0].sentinel_get_master_addr_by_name(self.service_name)
-            if named is not None and named != self.master_address:
+            if named and (str_if_bytes(named[0]), int(named[1])) != self.master_address:
                 self.proxy.get_master_address()
         except (redis.exceptions.RedisError, OSError):
             # The master may serve us all the same. Another Sentinel is asked the next time.

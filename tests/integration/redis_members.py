@@ -80,7 +80,11 @@ class SecureMember(Member):
         if not (place.directory / "ca.pem").exists():
             self._certify(place)
             rights = " ".join(documented_rights())
-            users = f"user default off\nuser {ADMIN} on >{PASSWORD} ~* &* +@all\nuser {rights}\n"
+            # Off, but with its rights: Redis replays transactions as this user, and drops those
+            # that it may not make (docs/redis.md).
+            nobody = "user default off ~* &* +@all\n"
+            admin = f"user {ADMIN} on >{PASSWORD} ~* &* +@all\n"
+            users = f"{nobody}{admin}user {rights}\n"
             (place.directory / "users").write_text(users, encoding="utf-8")
         super().prepare(program, place)
 

@@ -324,8 +324,9 @@ class Cluster(Topology):
     def settle(self) -> None:
         wait_until("all nodes know a whole cluster", lambda: all(map(self._is_ok, self.members)))
 
-    def move(self, key: bytes) -> None:
-        """Give the slot of a key, which must be empty, to the next node."""
+    def move(self, key: bytes, meanwhile: Callable[[], object]) -> None:
+        """Give the slot of a key, which must be empty, to the next node; call ``meanwhile`` when
+        the slot is on its way."""
         names, slot = [], 0
         for member in self.members:
             with self.client(member) as client:
@@ -334,13 +335,16 @@ class Cluster(Topology):
         numbers = range(CLUSTER_NODES)
         owner = max(n for n in numbers if CLUSTER_SLOTS * n // CLUSTER_NODES <= slot)
         heir = (owner + 1) % CLUSTER_NODES
-        for index, *words in (
-            (heir, "IMPORTING", names[owner]),
-            (owner, "MIGRATING", names[heir]),
-            *((index, "NODE", names[heir]) for index in (heir, owner, 3 - heir - owner)),
-        ):
+
+        def tell(index: int, *words: str) -> None:
             with self.client(self.members[index]) as client:
                 client.execute_command("CLUSTER", "SETSLOT", slot, *words)
+
+        tell(heir, "IMPORTING", names[owner])
+        tell(owner, "MIGRATING", names[heir])
+        meanwhile()
+        for index in (heir, owner, *set(numbers) - {heir, owner}):
+            tell(index, "NODE", names[heir])
 
     def _is_ok(self, member: LocalServer) -> bool:
         with self.client(member) as client:
