@@ -222,7 +222,7 @@ def _arrive(session: Session) -> Asking:
         raise RendezvousClosedError("The run was closed, and its run id is in use anew.")
     if state is None or state.closed is None:
         if state is None:
-            session.creates_at = session.clock() + session.jitter(CREATION_PATIENCE_SECONDS)
+            session.creates_at = session.clock() + CREATION_PATIENCE_SECONDS
         session.settles_at = session.clock() + session.rules.keep_alive_interval_seconds
         yield from steps.announce(session, session.entry)
         return True
