@@ -25,7 +25,7 @@ from rdzv.backends.sql.engine import AnswerLost, Database
 from rdzv.backends.sql.files import filesystem_type
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.runs import Run, unique
-from rdzv.backends.sql.schema import Tables, hashed
+from rdzv.backends.sql.schema import hashed, tables
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
@@ -119,8 +119,9 @@ class SqlClient(StoreClient):
     ) -> None:
         options = options or SqlOptions()
         dialect = dialect_for(endpoint, options, filesystem_type, name=name)
-        tables = Tables(options.table_prefix, options.schema)
-        self._database = Database(dialect, tables, REQUEST_SECONDS_MAX)
+        self._database = Database(
+            dialect, tables(options.table_prefix, options.schema), REQUEST_SECONDS_MAX
+        )
         self.value_bytes_max = dialect.value_bytes_max
         self._run = Run(self._database, run_id, lifetime_seconds)
         self._rows = _Rows(self._database, self._run.key)

@@ -19,7 +19,7 @@ from rdzv.backends.sql.dialects import dialect_for
 from rdzv.backends.sql.engine import Database
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.runs import Run, delete_some, unique
-from rdzv.backends.sql.schema import Tables, hashed
+from rdzv.backends.sql.schema import hashed, tables
 from rdzv.errors import RendezvousSettingsError, RendezvousStateError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
 
@@ -48,8 +48,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         options = options or SqlOptions()
         dialect = dialect_for(endpoint, options, filesystem_type, name=name)
         self._name = name
-        tables = Tables(options.table_prefix, options.schema)
-        self._database = Database(dialect, tables)
+        self._database = Database(dialect, tables(options.table_prefix, options.schema))
         self._run = Run(self._database, run_id, options.lifetime_seconds)
         self._states = _States(self._database, self._run.key)
         self._roster = _RosterRows(self._database, self._run.key)

@@ -16,6 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousError
 
@@ -117,9 +118,9 @@ class Dialect(ABC):
     value_bytes_max: int = 64 * 1024 * 1024
 
     @abstractmethod
-    def prepare(self, tables: Tables, deadline: float) -> None:
+    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
         """Make sure that the tables are there and may be used as they must be; safe while many
-        processes do it at once.
+        processes do it at once. The pool is that of :meth:`engine`.
 
         Raises ``RendezvousSettingsError`` for what will never work at this address, and else what
         :meth:`explain` makes of the driver's error.

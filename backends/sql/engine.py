@@ -247,8 +247,9 @@ class Database:
         try:
             if self._pool is None:
                 dialect = self.dialect
-                dialect.prepare(self.tables, deadline)
-                self._pool = Pool(dialect.engine(), dialect.connections_max, dialect.idle_seconds)
+                pool = Pool(dialect.engine(), dialect.connections_max, dialect.idle_seconds)
+                dialect.prepare(self.tables, pool, deadline)
+                self._pool = pool
             return self._pool
         finally:
             self._opening.release()

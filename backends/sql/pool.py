@@ -29,7 +29,7 @@ class Pool:
         self._lock = threading.RLock()
         self._idle: list[sa.Connection] = []
         self._is_disposed = False
-        self._last_used = float("-inf")
+        self._last_used = time.monotonic()
 
     @contextmanager
     def connection(self, deadline: float) -> Iterator[sa.Connection]:

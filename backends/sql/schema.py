@@ -8,6 +8,7 @@ by the database's clock, always computed in the statement that uses them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,13 @@ def _roster(prefix: str, metadata: sa.MetaData) -> sa.Table:
         # Covers the counting of a pulse, so that a thousand nodes do not read their rows.
         sa.Index(f"{prefix}roster_live", "run_key", "withdrawn", "expires_at", "label_key"),
     )
+
+
+@functools.cache
+def tables(prefix: str, schema: str | None = None) -> Tables:
+    """The tables under one prefix. The same object again, as compiled statements are found by
+    the tables in them."""
+    return Tables(prefix, schema)
 
 
 class Tables:

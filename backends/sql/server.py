@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from rdzv.backends.sql.base import Dialect, Trouble
 from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import SCHEMA_VERSION, Tables
 from rdzv.errors import (
     RendezvousConnectionError,
@@ -36,6 +37,10 @@ WRONG_PASSWORD = (
 OVERCROWDED = "The server has no connection left: raise its limit, or put a pooler in front."
 READ_ONLY = "This server takes no writes: it may be a standby. The next call connects anew."
 UNREACHABLE = "Look whether the server runs and can be reached from here."
+
+_engines: dict[tuple[sa.URL, float], sa.Engine] = {}
+_may_be_used: set[tuple[sa.URL, Tables]] = set()
+"""Where all rights have been tried."""
 
 
 class ServerDialect(Dialect):
@@ -99,13 +104,19 @@ class ServerDialect(Dialect):
     default_port: int
 
     def engine(self) -> sa.Engine:
-        return sa.create_engine(
-            self._url,
-            creator=self.connect,
-            poolclass=sa.NullPool,
-            pool_reset_on_return=None,
-            **self.engine_options(),
-        )
+        # One for all that is alike: it has no connections, but the statements it has compiled.
+        key = (self._url, self.request_seconds)
+        engine = _engines.get(key)
+        if engine is None:
+            made = sa.create_engine(
+                self._url,
+                creator=self.connect,
+                poolclass=sa.NullPool,
+                pool_reset_on_return=None,
+                **self.engine_options(),
+            )
+            engine = _engines.setdefault(key, made)
+        return engine
 
     def engine_options(self) -> dict[str, Any]:
         """What :func:`sqlalchemy.create_engine` is told besides."""
@@ -117,16 +128,12 @@ class ServerDialect(Dialect):
     def forget(self) -> None:
         """Nothing is kept."""
 
-    def prepare(self, tables: Tables, deadline: float) -> None:
-        engine = self.engine()
-        try:
-            with engine.connect() as connection:
-                self.begin(connection, False, deadline - time.monotonic())
-                if not self._is_made(connection, tables):
-                    self._make(connection, tables, deadline)
-                self._check_rights(connection, tables, deadline)
-        finally:
-            engine.dispose()
+    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
+        with pool.connection(deadline) as connection:
+            self.begin(connection, False, deadline - time.monotonic())
+            if not self._is_made(connection, tables):
+                self._make(connection, tables, deadline)
+            self._check_rights(connection, tables, deadline)
 
     def _is_made(self, connection: sa.Connection, tables: Tables) -> bool:
         # One statement that names all tables, instead of questions about the catalogue.
@@ -182,6 +189,9 @@ class ServerDialect(Dialect):
         """Make the schema of the tables, where that is a thing of its own and missing."""
 
     def _check_rights(self, connection: sa.Connection, tables: Tables, deadline: float) -> None:
+        key = (self._url, tables)
+        if key in _may_be_used:
+            return
         self.begin(connection, True, max(deadline - time.monotonic(), 1.0))
         try:
             for table in (*tables.of_a_run, tables.states, tables.runs):
@@ -195,6 +205,7 @@ class ServerDialect(Dialect):
             raise
         finally:
             connection.rollback()
+        _may_be_used.add(key)
 
     def explain(self, error: BaseException) -> Trouble:
         code = self.code(error)

@@ -18,6 +18,7 @@ from sqlalchemy.dialects import sqlite as sqlite_dialect
 from rdzv.backends.sql import files
 from rdzv.backends.sql.base import ChangeSignal, Dialect, Pace, Trouble
 from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import (
     RendezvousConnectionError,
@@ -64,7 +65,7 @@ class SqliteDialect(Dialect):
     def route(self) -> None:
         return None
 
-    def prepare(self, tables: Tables, deadline: float) -> None:
+    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
         filesystem, allow = self._filesystem, self._options.allow_network_filesystem
         files.check_path(self._path, filesystem, allow)
         try:

@@ -22,8 +22,6 @@ class SqlTarget(RegisteredTarget):
     call_seconds_max = 8.0
 
     def __init__(self, backend: str, server: Any, **options: Any) -> None:
-        with administrator(server) as connection:
-            drop_all(connection)
         super().__init__(backend, server.endpoint(), {**TIMES, **options}, server=server)
         self.runs_on = f"{server.technology} {server.version}"
 
