@@ -28,11 +28,14 @@ LINGER_SECONDS = 1.0
 """The connection is kept so long for the next wait."""
 TRY_AGAIN_SECONDS = 10.0
 """How long a server is spared that was crowded, and a pooler is taken for one."""
-LOOK_AROUND = (
-    "SELECT pg_backend_pid(), "
-    "(SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'), "
-    "current_setting('max_connections')::int"
-)
+LOOK_AROUND = """
+SELECT pg_backend_pid(),
+       (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
+       least(current_setting('max_connections')::int,
+             (SELECT nullif(rolconnlimit, -1) FROM pg_roles WHERE rolname = current_user),
+             (SELECT nullif(datconnlimit, -1) FROM pg_database
+               WHERE datname = current_database()))
+"""
 
 
 class Listener(ChangeSignal):

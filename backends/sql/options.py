@@ -11,6 +11,7 @@ from rdzv.settings import Settings
 
 REQUEST_SECONDS_MAX = 5.0
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
+_SCHEMA = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class SqlOptions:
             raise RendezvousSettingsError(
                 f"table_prefix={self.table_prefix!r} cannot work: give up to 32 letters, digits "
                 "and underscores, not beginning with a digit"
+            )
+        if self.schema is not None and not _SCHEMA.fullmatch(self.schema):
+            raise RendezvousSettingsError(
+                f"schema={self.schema!r} cannot work: give up to 63 letters, digits and "
+                "underscores, not beginning with a digit"
             )
 
     @property

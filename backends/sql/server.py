@@ -131,9 +131,16 @@ class ServerDialect(Dialect):
     def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
         with pool.connection(deadline) as connection:
             self.begin(connection, False, deadline - time.monotonic())
-            if not self._is_made(connection, tables):
-                self._make(connection, tables, deadline)
-            self._check_rights(connection, tables, deadline)
+            try:
+                if not self._is_made(connection, tables):
+                    self._make(connection, tables, deadline)
+                self._check_rights(connection, tables, deadline)
+            except sa.exc.DBAPIError as error:
+                if self.code(error) in self.missing_right:
+                    raise RendezvousSettingsError(
+                        f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
+                    ) from error
+                raise
 
     def _is_made(self, connection: sa.Connection, tables: Tables) -> bool:
         # One statement that names all tables, instead of questions about the catalogue.
@@ -197,12 +204,6 @@ class ServerDialect(Dialect):
             for table in (*tables.of_a_run, tables.states, tables.runs):
                 for statement in _without_effect(table):
                     connection.execute(statement)
-        except sa.exc.DBAPIError as error:
-            if self.code(error) in self.missing_right:
-                raise RendezvousSettingsError(
-                    f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
-                ) from error
-            raise
         finally:
             connection.rollback()
         _may_be_used.add(key)
