@@ -9,6 +9,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from rdzv.conformance.registered import RegisteredTarget
+from rdzv.conformance.servers.base import DATABASE, PASSWORD, USER
+from rdzv.conformance.servers.programs import Program, Workplace, on_path
+from rdzv.conformance.servers.technologies import PostgreSQL
 
 TIMES = {"read_timeout": "2"}
 """Clauses in which nothing answers wait for it."""
@@ -23,19 +26,49 @@ class SqlTarget(RegisteredTarget):
 
     def __init__(self, backend: str, server: Any, **options: Any) -> None:
         super().__init__(backend, server.endpoint(), {**TIMES, **options}, server=server)
+        self.administered = server
         self.runs_on = f"{server.technology} {server.version}"
 
     def corrupt(self, run_id: str = "job") -> None:
-        with administrator(self.server) as connection:
+        with administrator(self.administered) as connection:
             connection.execute(
                 sa.text("UPDATE rdzv_states SET state = :text, version = version + 1"),
                 {"text": b"a text"},
             )
 
     def wipe(self) -> None:
-        with administrator(self.server) as connection:
+        with administrator(self.administered) as connection:
             for table in TABLES:
                 connection.execute(sa.text(f"DELETE FROM rdzv_{table}"))
+
+
+class PgBouncer(PostgreSQL):
+    """The pooler in transaction mode, in front of a PostgreSQL server."""
+
+    name = "pgbouncer"
+    how = "apt install pgbouncer"
+
+    def __init__(self, behind: tuple[str, int]) -> None:
+        self._behind = behind
+
+    def find(self) -> Program | None:
+        return on_path("pgbouncer")
+
+    def prepare(self, program: Program, place: Workplace) -> None:
+        place.data.mkdir()
+        place.data.chmod(0o755)
+
+    def command(self, program: Program, place: Workplace, port: int, port_2: int) -> list[str]:
+        host, behind = self._behind
+        (place.data / "users").write_text(f'"{USER}" "{PASSWORD}"\n')
+        settings = place.data / "settings"
+        settings.write_text(
+            f"[databases]\n{DATABASE} = host={host} port={behind}\n[pgbouncer]\n"
+            f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+            f"auth_type = scram-sha-256\nauth_file = {place.data}/users\n"
+            "pool_mode = transaction\ndefault_pool_size = 8\nmax_client_conn = 500\n"
+        )
+        return [str(program.path), str(settings)]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -359,6 +360,44 @@ def test_two_hundred_nodes_share_a_hundred_connections() -> None:
         until(lambda: ours(server) == 0)
     finally:
         server.close()
+
+
+@pytest.mark.full
+def test_the_next_server_of_the_url_takes_over(opened: Any) -> None:
+    technology = PostgreSQL()
+    program = technology.find()
+    if program is None:
+        pytest.skip(f"there is no PostgreSQL on this machine: {technology.how}")
+    first, second = (
+        opened(LocalServer(technology, program)),
+        opened(LocalServer(technology, program)),
+    )
+    hosts = "&".join(f"host={host}:{port}" for host, port in (first.address, second.address))
+    url = f"postgresql://rdzv:rdzv@/rdzv?{hosts}&target_session_attrs=read-write"
+    backend = opened(SqlBackend(url, "run"))
+    _, token, _ = backend.set_state(b"0")
+    waiting = Background(lambda: backend.wait_for_change(token, TTL_SECONDS))
+    first.kill()
+
+    def works() -> bool:
+        try:
+            return backend.get_state() is None
+        except RendezvousConnectionError:
+            return False
+
+    until(works, 30.0)
+    with contextlib.suppress(RendezvousConnectionError):
+        assert waiting.result() is None
+    _, token, made = backend.set_state(b"put back")
+    assert made
+    assert asked(second, "SELECT count(*) FROM rdzv_states") == 1
+    # One that takes no writes any more is left for one that does.
+    with administrator(second) as connection:
+        connection.execute(sa.text("ALTER DATABASE rdzv SET default_transaction_read_only = on"))
+    first.restart(keep_data=True)
+    backend.close()
+    assert backend.get_state() is not None
+    assert asked(first, "SELECT count(*) FROM rdzv_states") == 1
 
 
 # ------------------------------------------------------------------------------------------- costs
