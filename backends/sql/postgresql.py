@@ -119,9 +119,14 @@ class PostgresqlDialect(ServerDialect):
         positional, named = self._arguments
         seconds = min(self.request_seconds, float(named.get("connect_timeout") or math.inf))
         named = {**named, "connect_timeout": max(2, math.ceil(seconds))}
-        connection = Connection.connect(
-            *positional, **named, autocommit=True, prepare_threshold=None
-        )
+        try:
+            connection = Connection.connect(
+                *positional, **named, autocommit=True, prepare_threshold=None
+            )
+        except psycopg.Error as error:
+            # Its frames would keep a half-made connection open until garbage is collected.
+            error.__traceback__ = None
+            raise
         connection.deadline = time.monotonic() + self.request_seconds
         return connection
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import threading
 import time
@@ -17,6 +18,7 @@ import sqlalchemy as sa
 from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.backends.sql.__main__ import main, statements
 from rdzv.conformance.plugin import server_or_not_run
+from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.servers.technologies import PostgreSQL
 from rdzv.conformance.store_kit import Background, in_threads
@@ -497,3 +499,21 @@ def test_closing_ends_a_wait(server: Any, opened: Any) -> None:
     with pytest.raises(RendezvousConnectionError, match="closed while waiting"):
         waiting.result()
     assert backend.get_state() is None, "it opens anew"
+
+
+def test_a_connection_that_is_given_up_is_closed(postgresql: Any, opened: Any) -> None:
+    """Even while somebody keeps the error, and before garbage is collected."""
+    with Proxy(postgresql.address) as proxy:
+        host, port = proxy.address
+        options = SqlOptions(read_timeout_seconds=0.5)
+        backend = opened(SqlBackend(f"postgresql://rdzv:rdzv@{host}:{port}/rdzv", "run", options))
+        proxy.black_hole()
+        gc.disable()
+        try:
+            with pytest.raises(RendezvousConnectionError) as caught:
+                backend.get_state()
+            proxy.heal()
+            until(lambda: not proxy.open_connections)
+        finally:
+            gc.enable()
+        assert caught.value
