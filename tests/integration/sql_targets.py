@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,3 +89,29 @@ def drop_all(connection: sa.Connection) -> None:
     for table in sa.inspect(connection).get_table_names():
         if table.startswith("rdzv_"):
             connection.execute(sa.text(f"DROP TABLE {table}"))
+
+
+def asked(server: Any, question: str) -> Any:
+    """The first value of the answer."""
+    with administrator(server) as connection:
+        return connection.execute(sa.text(question)).scalar()
+
+
+def ours(server: Any, state: str = "") -> int:
+    """Connections to a PostgreSQL server, but for the one that asks."""
+    return int(
+        asked(
+            server,
+            "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend' "
+            f"AND pid <> pg_backend_pid() {state}",
+        )
+    )
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for what does not depend on this process alone."""
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        pause.wait(0.02)
