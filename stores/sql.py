@@ -55,7 +55,7 @@ class SqlStore(Store):
 
     ``endpoint`` is what :class:`rdzv.backends.sql.SqlBackend` takes; all stores of one endpoint
     and run id share their keys, in any process. ``timeout`` None means torch's default of 300
-    seconds.
+    seconds. With ``connect=False`` it connects when it is first used.
 
     Raises ``RendezvousSettingsError`` (a ``ValueError``) for what cannot work,
     ``dist.DistNetworkError`` where the database cannot be opened now.
@@ -71,9 +71,11 @@ class SqlStore(Store):
         lifetime_seconds: float = LIFETIME_SECONDS,
         filesystem_type: Callable[[Path], str] = filesystem_type,
         name: str = "sql",
+        connect: bool = True,
     ) -> None:
         client = SqlClient(endpoint, run_id, options, lifetime_seconds, filesystem_type, name)
-        client.open()
+        if connect:
+            client.open()
         super().__init__(client, timeout=timeout)
 
 
@@ -91,7 +93,11 @@ def create_backend(params: RendezvousParameters) -> tuple[SqlBackend, dist.Store
     settings = Settings.from_parameters(params)
     options = SqlOptions.from_settings(settings)
     backend = SqlBackend(settings.endpoint, settings.run_id, options, name=settings.backend)
-    backend.open()
+    try:
+        backend.open()
+    except BaseException:
+        backend.close()
+        raise
     return backend, store_beside(settings.endpoint, settings.run_id, options, settings.backend)
 
 
@@ -101,7 +107,14 @@ def store_beside(endpoint: str, run_id: str, options: SqlOptions, name: str = "s
     timeout = timedelta(seconds=options.read_timeout_seconds)
     lifetime = options.lifetime_seconds
     return SqlStore(
-        endpoint, run_id, timeout, options=options, lifetime_seconds=lifetime, name=name
+        endpoint,
+        run_id,
+        timeout,
+        options=options,
+        lifetime_seconds=lifetime,
+        name=name,
+        # The backend has just shown that it works.
+        connect=False,
     )
 
 
