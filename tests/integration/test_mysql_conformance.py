@@ -50,6 +50,6 @@ class TestMysqlStore(_Mysql, StoreSuite):
     pass
 
 
-@marked(pytest.mark.full, "membership", "closing", "outages", "torch's handler")
+@marked(pytest.mark.full, "rendezvous", "membership", "closing", "outages", "torch's handler")
 class TestMysqlHandler(_Mysql, HandlerSuite):
     pass
