@@ -1,4 +1,4 @@
-"""``SqlStore``: a store in an SQL database; in this release SQLite.
+"""``SqlStore``: a store in an SQL database.
 
 Every operation is one transaction. Each mutation also writes its operation id into a row that
 belongs to this client alone while the mutation runs. So when the answer to a commit was lost, the
@@ -8,7 +8,9 @@ row tells whether it was made, and nothing is ever applied twice, whatever other
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +25,7 @@ from rdzv.backends.sql.engine import AnswerLost, Database
 from rdzv.backends.sql.files import filesystem_type
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.runs import Run, unique
-from rdzv.backends.sql.schema import hashed
+from rdzv.backends.sql.schema import hashed, tables
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
@@ -41,7 +43,6 @@ T = TypeVar("T")
 
 REQUEST_SECONDS_MAX = 2.0
 """One request waits for a locked database no longer; the store asks again until its own timeout."""
-KEYS_PER_STATEMENT_MAX = 500
 OPEN_OPERATIONS_MAX = 1000
 """Operations of unknown outcome that are remembered for a repeat, which soon comes or never."""
 LIFETIME_SECONDS = 7 * 24 * 3600.0
@@ -52,8 +53,9 @@ backend too, the keys live at least as long as that one keeps the run."""
 class SqlStore(Store):
     """A ``torch.distributed.Store`` whose keys are in a database, in the name of a run id.
 
-    ``endpoint`` is a path or an SQLAlchemy URL; all stores of one endpoint and run id share their
-    keys, in any process. ``timeout`` None means torch's default of 300 seconds.
+    ``endpoint`` is what :class:`rdzv.backends.sql.SqlBackend` takes; all stores of one endpoint
+    and run id share their keys, in any process. ``timeout`` None means torch's default of 300
+    seconds. With ``connect=False`` it connects when it is first used.
 
     Raises ``RendezvousSettingsError`` (a ``ValueError``) for what cannot work,
     ``dist.DistNetworkError`` where the database cannot be opened now.
@@ -68,16 +70,20 @@ class SqlStore(Store):
         options: SqlOptions | None = None,
         lifetime_seconds: float = LIFETIME_SECONDS,
         filesystem_type: Callable[[Path], str] = filesystem_type,
+        name: str = "sql",
+        connect: bool = True,
     ) -> None:
-        client = SqlClient(endpoint, run_id, options, lifetime_seconds, filesystem_type)
-        client.open()
+        client = SqlClient(endpoint, run_id, options, lifetime_seconds, filesystem_type, name)
+        if connect:
+            client.open()
         super().__init__(client, timeout=timeout)
 
 
 def create_backend(params: RendezvousParameters) -> tuple[SqlBackend, dist.Store]:
     """The backend and store that torchrun's parameters ask for, connected, the tables made.
 
-    The endpoint is a path or an SQLAlchemy URL. Options: see :class:`SqlOptions`; ``read_timeout``
+    The endpoint is an SQLAlchemy URL; for ``sqlite`` also a path, for ``postgresql`` and ``mysql``
+    also ``host:port/database``. Options: see :class:`SqlOptions`; ``read_timeout``
     is also the store's timeout, as in torch's ``c10d``. The pair is made here, for a store may
     know its backend and not the other way round.
 
@@ -87,16 +93,29 @@ def create_backend(params: RendezvousParameters) -> tuple[SqlBackend, dist.Store
     settings = Settings.from_parameters(params)
     options = SqlOptions.from_settings(settings)
     backend = SqlBackend(settings.endpoint, settings.run_id, options, name=settings.backend)
-    backend.open()
-    return backend, store_beside(settings.endpoint, settings.run_id, options)
+    try:
+        backend.open()
+    except BaseException:
+        backend.close()
+        raise
+    return backend, store_beside(settings.endpoint, settings.run_id, options, settings.backend)
 
 
-def store_beside(endpoint: str, run_id: str, options: SqlOptions) -> SqlStore:
+def store_beside(endpoint: str, run_id: str, options: SqlOptions, name: str = "sql") -> SqlStore:
     """The store that goes with a backend: torch's ``read_timeout`` is its timeout, and its keys
     live as long as the run's other records."""
     timeout = timedelta(seconds=options.read_timeout_seconds)
     lifetime = options.lifetime_seconds
-    return SqlStore(endpoint, run_id, timeout, options=options, lifetime_seconds=lifetime)
+    return SqlStore(
+        endpoint,
+        run_id,
+        timeout,
+        options=options,
+        lifetime_seconds=lifetime,
+        name=name,
+        # The backend has just shown that it works.
+        connect=False,
+    )
 
 
 class SqlClient(StoreClient):
@@ -109,11 +128,14 @@ class SqlClient(StoreClient):
         options: SqlOptions | None = None,
         lifetime_seconds: float = LIFETIME_SECONDS,
         filesystem_type: Callable[[Path], str] = filesystem_type,
+        name: str = "sql",
     ) -> None:
         options = options or SqlOptions()
-        dialect = dialect_for(endpoint, options, filesystem_type)
-        timeout = min(options.read_timeout_seconds, REQUEST_SECONDS_MAX)
-        self._database = Database(dialect, options.table_prefix, timeout)
+        dialect = dialect_for(endpoint, options, filesystem_type, name=name)
+        self._database = Database(
+            dialect, tables(options.table_prefix, options.schema), REQUEST_SECONDS_MAX
+        )
+        self.value_bytes_max = dialect.value_bytes_max
         self._run = Run(self._database, run_id, lifetime_seconds)
         self._rows = _Rows(self._database, self._run.key)
         self._operations = _Operations(self._database, self._run.key)
@@ -137,7 +159,7 @@ class SqlClient(StoreClient):
         return self._read(lambda c: self._rows.values(c, keys))
 
     def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
-        self._mutate(lambda c: self._rows.put(c, pairs), operation)
+        self._mutate(lambda c: self._rows.put(c, pairs), operation, [key for key, _ in pairs])
 
     def add(self, key: str, amount: int, operation: str) -> int:
         def work(connection: sa.Connection) -> int:
@@ -146,7 +168,7 @@ class SqlClient(StoreClient):
             self._rows.put(connection, [(key, str(total).encode())])
             return total
 
-        return self._mutate(work, operation)
+        return self._mutate(work, operation, [key])
 
     def compare_set(
         self, key: str, expected: bytes, desired: bytes, operation: str
@@ -158,7 +180,7 @@ class SqlClient(StoreClient):
             self._rows.put(connection, [(key, desired)])
             return desired
 
-        return self._mutate(work, operation)
+        return self._mutate(work, operation, [key])
 
     def append(self, key: str, value: bytes, operation: str) -> None:
         def work(connection: sa.Connection) -> None:
@@ -167,7 +189,7 @@ class SqlClient(StoreClient):
             self.check_value_size(key, whole)
             self._rows.put(connection, [(key, whole)])
 
-        self._mutate(work, operation)
+        self._mutate(work, operation, [key])
 
     def delete(self, key: str, operation: str) -> bool:
         return self._mutate(lambda c: self._rows.delete(c, key), operation)
@@ -182,7 +204,7 @@ class SqlClient(StoreClient):
         return self._read(lambda c: self._rows.names(c, prefix))
 
     def queue_push(self, key: str, value: bytes, operation: str) -> None:
-        self._mutate(lambda c: self._rows.push(c, key, value), operation)
+        self._mutate(lambda c: self._rows.push(c, key, value), operation, [key])
 
     def queue_pop(self, key: str, operation: str) -> bytes | None:
         return self._mutate(lambda c: self._rows.pop(c, key), operation)
@@ -191,31 +213,44 @@ class SqlClient(StoreClient):
         return self._read(lambda c: self._rows.queue_len(c, key))
 
     def wait_for_keys(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
-        missing: list[str] = []
+        deadline = time.monotonic() + timeout_seconds
+        missing = self.missing(keys)
+        while missing and (left := deadline - time.monotonic()) > 0:
+            # Whichever is last comes last; a random one halves what is left at each waking.
+            self._wait_for_one(random.choice(missing), left)
+            missing = self.missing(missing)
+        return missing
 
+    def _wait_for_one(self, key: str, timeout_seconds: float) -> None:
         def look() -> bool | None:
-            missing[:] = self._database.read(lambda c: self._rows.missing(c, keys))
-            return None if missing else True
+            return not self._database.read(lambda c: self._rows.missing(c, [key])) or None
 
         with _translated():
-            self._database.wait(look, timeout_seconds)
-        return missing
+            self._database.wait(look, timeout_seconds, [self._topic(key)])
 
     def wait_for_queue(self, key: str, timeout_seconds: float) -> bool:
         def look() -> bool | None:
             return self._database.read(lambda c: self._rows.queue_len(c, key)) > 0 or None
 
         with _translated():
-            return self._database.wait(look, timeout_seconds) or False
+            return self._database.wait(look, timeout_seconds, [self._topic(key)]) or False
 
     def _read(self, work: Callable[[sa.Connection], T]) -> T:
         with _translated():
             return self._database.read(work)
 
-    def _mutate(self, work: Callable[[sa.Connection], T], operation: str) -> T:
+    def _topic(self, key: str) -> str:
+        return self._run.topic("key", key)
+
+    def _mutate(
+        self, work: Callable[[sa.Connection], T], operation: str, woken: Sequence[str] = ()
+    ) -> T:
         def whole(connection: sa.Connection) -> T:
+            # What is read here stays true until the commit.
+            self._run.lock(connection)
             result = work(connection)
             self._run.touch(connection)
+            self._database.notify(connection, *map(self._topic, woken))
             return result
 
         with _translated():
@@ -310,6 +345,7 @@ class _Rows:
     def __init__(self, database: Database, run_key: str) -> None:
         store, queues = database.tables.store, database.tables.queues
         self._endpoint = database.endpoint
+        self._keys_max = database.dialect.keys_per_statement_max
         self._store, self._in_store = store, store.c.run_key == run_key
         in_queues = queues.c.run_key == run_key
         one: sa.BindParameter[str] = sa.bindparam("one")
@@ -353,15 +389,16 @@ class _Rows:
     def values(self, connection: sa.Connection, keys: Sequence[str]) -> list[bytes | None]:
         hashes = [hashed(key) for key in keys]
         found: dict[str, bytes] = {}
-        for some in _chunks(hashes):
+        for some in self._chunks(hashes):
             for name_key, value in connection.execute(self._values, {"some": some}):
                 found[name_key] = self._checked(value)
         return [found.get(name_key) for name_key in hashes]
 
     def put(self, connection: sa.Connection, pairs: Sequence[tuple[str, bytes]]) -> None:
+        # In one order, so that two writers never hold what the other waits for.
         values = [
             {"new_key": hashed(key), "new_name": key.encode(), "new_value": value}
-            for key, value in pairs
+            for key, value in sorted(pairs)
         ]
         connection.execute(self._put, values)
 
@@ -371,7 +408,7 @@ class _Rows:
     def missing(self, connection: sa.Connection, keys: Sequence[str]) -> list[str]:
         hashes = {key: hashed(key) for key in keys}
         present: set[str] = set()
-        for some in _chunks(list(hashes.values())):
+        for some in self._chunks(list(hashes.values())):
             present.update(connection.scalars(self._present, {"some": some}))
         return [key for key, name_key in hashes.items() if name_key not in present]
 
@@ -401,6 +438,10 @@ class _Rows:
     def queue_len(self, connection: sa.Connection, key: str) -> int:
         return connection.execute(self._length, {"one": hashed(key)}).scalar_one()
 
+    def _chunks(self, items: list[str]) -> Iterator[list[str]]:
+        for start in range(0, len(items), self._keys_max):
+            yield items[start : start + self._keys_max]
+
     def _under(self, prefix: str) -> list[sa.ColumnElement[bool]]:
         conditions = [self._in_store]
         if prefix:
@@ -428,8 +469,3 @@ def _translated() -> Iterator[None]:
         raise Unanswered(str(error)) from error
     except RendezvousStateError as error:
         raise dist.DistStoreError(str(error)) from error
-
-
-def _chunks(items: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(items), KEYS_PER_STATEMENT_MAX):
-        yield items[start : start + KEYS_PER_STATEMENT_MAX]

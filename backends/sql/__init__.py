@@ -1,4 +1,4 @@
-"""Rendezvous in an SQL database, through SQLAlchemy Core; in this release SQLite."""
+"""Rendezvous in an SQL database, through SQLAlchemy Core."""
 
 from rdzv.backends.sql.backend import SqlBackend
 from rdzv.backends.sql.options import SqlOptions

@@ -19,7 +19,7 @@ from rdzv.backends.sql.dialects import dialect_for
 from rdzv.backends.sql.engine import Database
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.runs import Run, delete_some, unique
-from rdzv.backends.sql.schema import hashed
+from rdzv.backends.sql.schema import hashed, tables
 from rdzv.errors import RendezvousSettingsError, RendezvousStateError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
 
@@ -29,7 +29,8 @@ PURGE_ROWS_MAX = 100
 class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     """The records of one run in a database.
 
-    ``endpoint`` is a path or an SQLAlchemy URL. Nothing is opened before the first call, or
+    ``endpoint`` is an SQLAlchemy URL or the path of an SQLite file; for the names ``postgresql``
+    and ``mysql`` also ``host:port/database``. Nothing is opened before the first call, or
     :meth:`open`. Raises ``RendezvousSettingsError`` for what cannot work.
     """
 
@@ -45,12 +46,13 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         if not run_id:
             raise RendezvousSettingsError("the run id is empty: give one with --rdzv-id")
         options = options or SqlOptions()
-        dialect = dialect_for(endpoint, options, filesystem_type)
+        dialect = dialect_for(endpoint, options, filesystem_type, name=name)
         self._name = name
-        self._database = Database(dialect, options.table_prefix, options.read_timeout_seconds)
+        self._database = Database(dialect, tables(options.table_prefix, options.schema))
         self._run = Run(self._database, run_id, options.lifetime_seconds)
         self._states = _States(self._database, self._run.key)
         self._roster = _RosterRows(self._database, self._run.key)
+        self._state_topic, self._roster_topic = map(self._run.topic, ("state", "roster"))
 
     @property
     def name(self) -> str:
@@ -88,6 +90,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
                 found = self._states.get(connection)
                 return None if found is None else (*found, False)
             self._run.touch(connection, must=token is None)
+            self._database.notify(connection, self._state_topic)
             return state, new_token, True
 
         answer = self._database.write(work, lambda c: self._states.is_mine(c, write_id))
@@ -104,10 +107,10 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
                 self._roster.extend(connection, node_key, ttl)
                 self._run.touch(connection)
             elif known is not None:
-                self._run.change_roster(connection)
+                self._change_roster(connection)
                 self._roster.change(connection, node_key, entry, ttl)
             else:
-                arrival = self._run.change_roster(connection)
+                arrival = self._change_roster(connection)
                 self._roster.put(connection, entry, ttl, arrival)
                 self._roster.purge(connection)
             return known is None, self._roster.pulse(connection, True, question)
@@ -132,10 +135,14 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         ttl = _milliseconds(ttl_seconds)
 
         def work(connection: sa.Connection) -> None:
-            arrival = self._run.change_roster(connection)
+            arrival = self._change_roster(connection)
             self._roster.put(connection, Entry(node_id, b""), ttl, arrival, withdrawn=True)
 
         self._database.write(work, lambda _: False)
+
+    def _change_roster(self, connection: sa.Connection) -> int:
+        self._database.notify(connection, self._roster_topic)
+        return self._run.change_roster(connection)
 
     def entries(self) -> list[Listed]:
         return self._database.read(self._roster.entries)
@@ -148,7 +155,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             is_changed = found != token or (revision is not None and roster != revision)
             return True if is_changed else None
 
-        self._database.wait(look, timeout_seconds)
+        topics = [self._state_topic, *([] if revision is None else [self._roster_topic])]
+        self._database.wait(look, timeout_seconds, topics)
         found = self.get_state()
         return None if found is None or found[1] == token else found
 
@@ -206,8 +214,9 @@ class _States:
         """Write the document; return its token, or None where the write has lost."""
         values: dict[str, object] = {"new_state": state, "new_write_id": write_id}
         if token is None:
-            created = connection.execute(self._create, values).rowcount == 1
-            return _token(1, write_id) if created else None
+            # The count of rows that were inserted is not to be had from every driver.
+            connection.execute(self._create, values)
+            return _token(1, write_id) if self.is_mine(connection, write_id) else None
         expected = _parsed(token)
         if expected is None:
             return None

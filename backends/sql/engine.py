@@ -6,7 +6,10 @@
   can be lost; then the caller's ``was_applied`` looks, on a new connection, for what was written.
 * What is gone is noticed: when the tables or the file were removed or replaced, the call that
   finds out raises, so that its caller knows that contact was lost, and the next one starts anew.
-* A wait takes a mark, looks, and sleeps until the mark has changed: nothing is missed.
+* A wait takes a mark, looks, and sleeps until the mark has changed: nothing is missed. What is
+  lost without a word is found by looking again now and then.
+* What the database refused without having done anything, since it was overcrowded, resolved a
+  deadlock or had closed the connection, is asked again within the call's own time.
 * ``fork`` closes all connections first, because SQLite's locks belong to a process but its notes
   about them are copied. It waits for running calls for a moment; where one does not end, the
   child's copy refuses to work.
@@ -19,15 +22,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from rdzv.backends.sql.dialects import ChangeSignal, Dialect
+from rdzv.backends.sql.base import ChangeSignal, Dialect
+from rdzv.backends.sql.pool import Pool, Reaper
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousSettingsError
 
@@ -37,8 +42,10 @@ T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
 
 FORK_WAIT_SECONDS_MAX = 2.0
-POLL_GROWTH = 0.005
-"""A wait polls at this part of the time it has lasted, within the dialect's bounds."""
+WAIT_SLICE_SECONDS_MAX = 5.0
+"""A longer wait looks in between: whoever removes rows by hand wakes nobody."""
+RETRY_SECONDS_FIRST = 0.02
+RETRY_SECONDS_LAST = 0.5
 
 
 class AnswerLost(RendezvousConnectionError):
@@ -62,12 +69,14 @@ class _Ticket:
 class Database:
     """One database as one backend or store uses it. All methods may be called by any thread."""
 
-    def __init__(self, dialect: Dialect, table_prefix: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, dialect: Dialect, tables: Tables, timeout_seconds: float = float("inf")
+    ) -> None:
         self.dialect = dialect
-        self.tables = Tables(table_prefix)
-        self._timeout_seconds = timeout_seconds
+        self.tables = tables
+        self._timeout_seconds = min(timeout_seconds, dialect.request_seconds)
         self._signal: ChangeSignal = dialect.signal()
-        self._engine: sa.Engine | None = None
+        self._pool: Pool | None = None
         self._closed_count = 0
         self.failed_count = 0
         self._is_broken_by_fork = False
@@ -85,13 +94,19 @@ class Database:
 
         Raises also ``RendezvousSettingsError``, for what no later try will mend.
         """
-        with self._call(is_first=True) as deadline:
-            self._ready_engine(deadline)
+        deadline = time.monotonic() + self.dialect.open_seconds
+        with self._call(is_first=True):
+            self._repeat(lambda: self._ready_pool(deadline), deadline)
 
     def read(self, work: Work[T]) -> T:
-        """What ``work`` returns; all its statements see the database at one moment."""
-        with self._call() as deadline, self._connection(deadline, write=False) as connection:
-            return work(connection)
+        """What ``work`` returns; each of its statements sees the database at one moment."""
+
+        def attempt() -> T:
+            with self._connection(deadline, write=False) as connection:
+                return work(connection)
+
+        with self._call() as deadline:
+            return self._repeat(attempt, deadline, is_read=True)
 
     def write(self, work: Work[T], was_applied: Work[bool]) -> T:
         """What ``work`` returns, once all it wrote is committed.
@@ -99,99 +114,155 @@ class Database:
         Raises :class:`AnswerLost` where that is not known. After any other error nothing was
         written.
         """
-        with self._call() as deadline:
+
+        def attempt() -> T:
             with self._connection(deadline, write=True) as connection:
                 result = work(connection)
                 try:
                     connection.commit()
                     return result
                 except sa.exc.DBAPIError as error:
+                    if self.dialect.is_transient(error):
+                        raise
                     lost = self._explained(error)
                     connection.invalidate()
-            return self._look_for_answer(result, was_applied, lost, deadline)
+            return self._look_for_answer(result, was_applied, lost)
 
-    def wait(self, look: Callable[[], T | None], timeout_seconds: float) -> T | None:
+        with self._call() as deadline:
+            return self._repeat(attempt, deadline)
+
+    def notify(self, connection: sa.Connection, *topics: str) -> None:
+        """Let the commit of this transaction end waits for these topics."""
+        self.dialect.notify(connection, topics)
+
+    def wait(
+        self, look: Callable[[], T | None], timeout_seconds: float, topics: Sequence[str]
+    ) -> T | None:
         """What ``look`` returns, as soon as that is not None or the time is over.
 
-        ``look`` is called at least once, and again after every commit.
+        ``look`` is called at least once, and again after every commit that notified of a topic.
         """
         begun = time.monotonic()
         end = begun + max(0.0, timeout_seconds)
         closed_count = self._closed_count
-        while True:
-            mark = self._mark()
+        found = look()
+        while found is None and time.monotonic() < end:
+            mark = self._mark(topics)
             found = look()
-            if found is not None or time.monotonic() >= end:
-                return found
-            while self._mark() == mark:
-                now = time.monotonic()
-                if now >= end:
-                    break
-                time.sleep(min(end - now, self._poll_seconds(now - begun)))
-                if self._closed_count != closed_count:
-                    raise RendezvousConnectionError(f"{self.endpoint}: closed while waiting")
+            now = time.monotonic()
+            if found is None and now < end:
+                seconds = min(end - now, WAIT_SLICE_SECONDS_MAX)
+                self._sleep(mark, topics, seconds, now - begun, closed_count)
+        return found
+
+    def _sleep(
+        self,
+        mark: Any,
+        topics: Sequence[str],
+        seconds: float,
+        waited_seconds: float,
+        closed_count: int,
+    ) -> None:
+        def is_over() -> bool:
+            return self._closed_count != closed_count
+
+        # Not a call: a fork must not wait for it.
+        try:
+            self._signal.sleep(mark, topics, seconds, waited_seconds, is_over)
+        except (sa.exc.SQLAlchemyError, self.dialect.driver_error, OSError) as error:
+            if not is_over():
+                raise self._explained(error) from error
+        if is_over():
+            raise RendezvousConnectionError(f"{self.endpoint}: closed while waiting")
+        self._reap_later()
 
     def close(self) -> None:
         """Close all connections; a later call opens them anew. Never raises."""
         self._closed_count += 1
         self._forget()
 
-    def _poll_seconds(self, waited_seconds: float) -> float:
-        first, last = self.dialect.poll_seconds_first, self.dialect.poll_seconds_last
-        return min(max(first, waited_seconds * POLL_GROWTH), last)
-
-    def _mark(self) -> Any:
+    def _mark(self, topics: Sequence[str]) -> Any:
         with self._call() as deadline:
-            self._ready_engine(deadline)
-            return self._signal.mark()
+            self._ready_pool(deadline)
+            return self._signal.mark(topics)
+
+    def _repeat(self, attempt: Callable[[], T], deadline: float, *, is_read: bool = False) -> T:
+        pause = RETRY_SECONDS_FIRST
+        may_be_stale = is_read
+        while True:
+            try:
+                return attempt()
+            except (sa.exc.SQLAlchemyError, self.dialect.driver_error) as error:
+                left = deadline - time.monotonic()
+                is_stale = may_be_stale and getattr(error, "connection_invalidated", False)
+                if left <= 0 or not (is_stale or self.dialect.is_transient(error)):
+                    raise
+                may_be_stale = may_be_stale and not is_stale
+            # Whatever it believed to have written is not there.
+            self.failed_count += 1
+            time.sleep(min(left, random.uniform(pause / 2, pause)))
+            pause = min(2 * pause, RETRY_SECONDS_LAST)
 
     @contextlib.contextmanager
     def _connection(self, deadline: float, *, write: bool) -> Iterator[sa.Connection]:
-        engine = self._ready_engine(deadline)
-        with engine.connect() as connection:
+        pool = self._ready_pool(deadline)
+        with pool.connection(deadline) as connection:
             self.dialect.begin(connection, write, deadline - time.monotonic())
-            # What ``work`` leaves without a commit is rolled back here.
+            # What ``work`` leaves without a commit is rolled back by the pool.
             yield connection
 
-    def _look_for_answer(
-        self, result: T, was_applied: Work[bool], lost: RendezvousError, deadline: float
-    ) -> T:
+    def _reap_later(self) -> None:
+        if self.dialect.idle_seconds is not None:
+            self._reaper.start()
+
+    def _reap(self) -> bool:
+        seconds = self.dialect.idle_seconds or 0.0
+        pool = self._pool
+        is_done = pool is None or pool.close_idle(seconds)
+        return self._signal.close_idle() and is_done
+
+    def _look_for_answer(self, result: T, was_applied: Work[bool], lost: RendezvousError) -> T:
+        # The call's time may be over: it was spent on waiting for the answer.
+        deadline = time.monotonic() + self._timeout_seconds
         try:
             with self._connection(deadline, write=False) as connection:
                 applied = was_applied(connection)
-        except (sa.exc.SQLAlchemyError, OSError, RendezvousError):
+        except (sa.exc.SQLAlchemyError, self.dialect.driver_error, OSError, RendezvousError):
             raise AnswerLost(str(lost), result) from lost
         if applied:
             return result
         raise lost
 
-    def _ready_engine(self, deadline: float) -> sa.Engine:
+    def _ready_pool(self, deadline: float) -> Pool:
         if self.dialect.is_replaced():
             self._forget(was_told=True)
             raise RendezvousConnectionError(
                 f"{self.endpoint} was removed or replaced; the next call opens it anew"
             )
-        engine = self._engine
-        if engine is not None:
-            return engine
+        pool = self._pool
+        if pool is not None:
+            return pool
         if not self._opening.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise RendezvousConnectionError(f"{self.endpoint} could not be opened in time")
         try:
-            if self._engine is None:
-                self.dialect.prepare(self.tables, deadline)
-                self._engine = self.dialect.engine()
-            return self._engine
+            if self._pool is None:
+                dialect = self.dialect
+                pool = Pool(dialect.engine(), dialect.connections_max, dialect.idle_seconds)
+                dialect.prepare(self.tables, pool, deadline)
+                self._pool = pool
+            return self._pool
         finally:
             self._opening.release()
 
     def _forget(self, *, was_told: bool = False) -> None:
         if was_told:
             self.dialect.forget()
-        engine, self._engine = self._engine, None
+        pool, self._pool = self._pool, None
         try:
+            self._reaper.stop()
             self._signal.close()
-            if engine is not None:
-                engine.dispose()
+            if pool is not None:
+                pool.dispose()
         except Exception:
             # What cannot be closed is dropped.
             logger.debug("closing connections to %s failed", self.endpoint, exc_info=True)
@@ -221,6 +292,8 @@ class Database:
         finally:
             # First of all, since a signal handler may raise anywhere below.
             ticket.is_done = True
+            if self._pool is not None and self._pool.has_idle:
+                self._reap_later()
             with self._idle:
                 self._running.discard(ticket)
                 self._idle.notify_all()
@@ -258,6 +331,7 @@ class Database:
         self._idle = threading.Condition()
         self._running: set[_Ticket] = set()
         self._is_forking = False
+        self._reaper = Reaper(self._reap, self.dialect.idle_seconds or 0.0)
 
     def before_fork(self) -> None:
         """Let no call begin, wait for those that run, and close all connections."""
@@ -279,9 +353,9 @@ class Database:
             return
         if self._busy_threads():
             # To close the parent's connections here could undo what it is writing.
-            _never_closed.append((self._engine, self._signal))
+            _never_closed.append((self._pool, self._signal))
             self._is_broken_by_fork = True
-        self._engine, self._signal = None, self.dialect.signal()
+        self._pool, self._signal = None, self.dialect.signal()
         self._reset_locks()
 
 

@@ -55,6 +55,7 @@ class Run:
         self._change = self._touch.values(
             revision=sa.bindparam("new_revision"), arrivals=runs.c.arrivals + 1
         )
+        self._lock = sa.select(runs.c.run_key).where(runs.c.run_key == self.key).with_for_update()
         self._arrivals = sa.select(runs.c.arrivals).where(runs.c.run_key == self.key)
         self._overdue = (
             sa.select(runs.c.run_key)
@@ -62,6 +63,25 @@ class Run:
             .order_by(runs.c.alive_until)
             .limit(SWEEP_RUNS_MAX)
         )
+        self._still_overdue = (
+            sa.select(runs.c.run_key)
+            .where(
+                runs.c.run_key.in_(sa.bindparam("found", expanding=True)),
+                runs.c.alive_until < dialect.now,
+            )
+            .with_for_update(skip_locked=dialect.can_skip_locked)
+        )
+
+    def topic(self, kind: str, name: str = "") -> str:
+        """What a wait for something of this run is woken by."""
+        return f"rdzv_{hashed(f'{self.key}/{kind}/{name}')}"
+
+    def lock(self, connection: sa.Connection) -> None:
+        """Let nobody else who locks this run, or changes its roster, go on before the end of the
+        transaction."""
+        if connection.execute(self._lock).one_or_none() is None:
+            connection.execute(self._insert, {"new_revision": unique()})
+            connection.execute(self._lock)
 
     def touch(self, connection: sa.Connection, *, must: bool = False) -> None:
         """Keep the run's records, where that is due or a ``must``."""
@@ -94,8 +114,8 @@ class Run:
 
     def _remove(self, connection: sa.Connection, found: Sequence[str]) -> None:
         tables = self._database.tables
-        # Again, now that nobody else writes: one of them may have come back to life.
-        overdue = set(connection.scalars(self._overdue)) & set(found)
+        # Again, now that nobody else can: one of them may have come back to life.
+        overdue = set(connection.scalars(self._still_overdue, {"found": list(found)}))
         rows = SWEEP_ROWS_MAX
         for key in sorted(overdue):
             for table in tables.of_a_run:
@@ -120,7 +140,8 @@ def delete_some(
             {f"key_{column.name}": value for column, value in zip(keys, row, strict=True)}
             for row in found
         ]
-        connection.execute(table.delete().where(match), values)
+        # The condition once more: another may have renewed a row meanwhile.
+        connection.execute(table.delete().where(match, which), values)
     return len(found)
 
 

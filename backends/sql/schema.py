@@ -8,16 +8,24 @@ by the database's clock, always computed in the statement that uses them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
 
 from rdzv.errors import RendezvousStateError
 
 SCHEMA_VERSION = 1
 HASH_CHARACTERS = 32
+
+
+class Blob(mysql.LONGBLOB):
+    """MySQL's plain BLOB ends at 64 KiB."""
+
+    cache_ok = True
 
 
 class Bytes(sa.LargeBinary):
@@ -48,11 +56,22 @@ def _number(name: str, **options: Any) -> sa.Column[int]:
 
 
 def _bytes(name: str) -> sa.Column[bytes]:
-    return sa.Column(name, Bytes, nullable=False)
+    return sa.Column(name, Bytes().with_variant(Blob(), "mysql", "mariadb"), nullable=False)
+
+
+def _table(name: str, metadata: sa.MetaData, *items: Any) -> sa.Table:
+    return sa.Table(
+        name,
+        metadata,
+        *items,
+        # The one that has transactions and locks of rows.
+        mysql_engine="InnoDB",
+        mariadb_engine="InnoDB",
+    )
 
 
 def _roster(prefix: str, metadata: sa.MetaData) -> sa.Table:
-    return sa.Table(
+    return _table(
         f"{prefix}roster",
         metadata,
         _key("run_key", primary_key=True),
@@ -69,14 +88,25 @@ def _roster(prefix: str, metadata: sa.MetaData) -> sa.Table:
     )
 
 
+@functools.cache
+def tables(prefix: str, schema: str | None = None) -> Tables:
+    """The tables under one prefix. The same object again, as compiled statements are found by
+    the tables in them."""
+    return Tables(prefix, schema)
+
+
 class Tables:
     """The tables under one prefix."""
 
-    def __init__(self, prefix: str) -> None:
-        metadata = sa.MetaData()
+    def __init__(self, prefix: str, schema: str | None = None) -> None:
+        metadata = sa.MetaData(schema=schema)
         self.metadata = metadata
-        self.schema = sa.Table(f"{prefix}schema", metadata, _number("version", primary_key=True))
-        self.runs = sa.Table(
+        self.schema = _table(
+            f"{prefix}schema",
+            metadata,
+            _number("version", primary_key=True, autoincrement=False),
+        )
+        self.runs = _table(
             f"{prefix}runs",
             metadata,
             _key("run_key", primary_key=True),
@@ -86,7 +116,7 @@ class Tables:
             _number("alive_until"),
             sa.Index(f"{prefix}runs_alive", "alive_until"),
         )
-        self.states = sa.Table(
+        self.states = _table(
             f"{prefix}states",
             metadata,
             _key("run_key", primary_key=True),
@@ -96,7 +126,7 @@ class Tables:
             _bytes("state"),
         )
         self.roster = _roster(prefix, metadata)
-        self.store = sa.Table(
+        self.store = _table(
             f"{prefix}store",
             metadata,
             _key("run_key", primary_key=True),
@@ -104,7 +134,7 @@ class Tables:
             _bytes("name"),
             _bytes("value"),
         )
-        self.queues = sa.Table(
+        self.queues = _table(
             f"{prefix}queues",
             metadata,
             _key("run_key", primary_key=True),
@@ -112,7 +142,7 @@ class Tables:
             _number("position", primary_key=True, autoincrement=False),
             _bytes("value"),
         )
-        self.writers = sa.Table(
+        self.writers = _table(
             f"{prefix}writers",
             metadata,
             _key("run_key", primary_key=True),
@@ -138,6 +168,10 @@ class Tables:
         """
         if not set(self.metadata.tables) <= set(sa.inspect(connection).get_table_names()):
             return False
+        return self.check_version(connection, endpoint)
+
+    def check_version(self, connection: sa.Connection, endpoint: str) -> bool:
+        """The same where the tables are known to be there."""
         version = connection.scalar(sa.select(sa.func.max(self.schema.c.version)))
         if version is None:
             return False

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from integration.server_targets import RedisTarget
+from integration.sql_targets import SqlTarget
 
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.suites import TorchrunSuite, marked
@@ -20,3 +21,24 @@ class TestRedisTorchrun(TorchrunSuite):
         target = RedisTarget(server, read_timeout="60")
         yield target
         target.close()
+
+
+class _SqlTorchrun:
+    backend: str
+
+    @pytest.fixture
+    def target(self, request: pytest.FixtureRequest) -> Iterator[Target]:
+        server = server_or_not_run(request, self.backend)
+        target = SqlTarget(self.backend, server, read_timeout="60")
+        yield target
+        target.close()
+
+
+@marked(pytest.mark.full, "torchrun")
+class TestPostgresqlTorchrun(_SqlTorchrun, TorchrunSuite):
+    backend = "postgresql"
+
+
+@marked(pytest.mark.full, "torchrun")
+class TestMysqlTorchrun(_SqlTorchrun, TorchrunSuite):
+    backend = "mysql"

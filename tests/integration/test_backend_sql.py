@@ -226,7 +226,7 @@ def test_cost_of_a_beat_does_not_depend_on_the_number_of_nodes(space: SqliteTarg
     for nodes in (2, 128):
         for number in range(nodes):
             backend.announce(Entry(f"node{number}", b"x" * 200), 60.0, Question())
-        engine = backend._database._engine
+        engine = backend._database._pool.engine
         assert engine is not None
         sa.event.listen(engine, "before_cursor_execute", count)
         statements.clear()

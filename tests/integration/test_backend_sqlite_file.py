@@ -54,9 +54,10 @@ def space(tmp_path: Path) -> Iterator[SqliteTarget]:
         ("localhost:29400", "host and port"),
         ("10.0.0.1:29400", "host and port"),
         ("[::1]:29400", "host and port"),
-        ("postgresql://user:hunter22@host/db", "not part of this release"),
-        ("postgresql+psycopg://host/db", "not part of this release"),
-        ("mysql+pymysql://host/db", "not part of this release"),
+        ("oracle://user:hunter22@host/db", "not part of this release"),
+        ("postgresql+psycopg2://user:hunter22@host/db", "psycopg 3"),
+        ("postgresql://user:hunter22@host:port/db", "no URL"),
+        ("mysql+aiomysql://user:hunter22@host/db", "not known to work"),
         ("sqlite+aiosqlite:////tmp/x.db", "not part of this release"),
         ("redis://host", "not part of this release"),
         ("://", "no URL"),
@@ -419,15 +420,14 @@ def test_a_lock_on_a_new_file_is_waited_for_in_time(space: SqliteTarget) -> None
 def test_a_full_disk_is_named_and_heals(space: SqliteTarget) -> None:
     backend = space.connect()
     _, token, _ = backend.set_state(b"x")
-    engine = backend._database._engine
-    assert engine is not None
+    engine = backend._database._pool.engine
     limited = [True]
 
-    def limit(connection: Any, record: object, proxy: object) -> None:
+    def limit(connection: Any) -> None:
         pages = 40 if limited[0] else 1_000_000
-        connection.execute(f"PRAGMA max_page_count={pages}")
+        connection.connection.driver_connection.execute(f"PRAGMA max_page_count={pages}")
 
-    sa.event.listen(engine, "checkout", limit)
+    sa.event.listen(engine, "begin", limit)
     with pytest.raises(RendezvousConnectionError, match=r"is full.*space"):
         backend.set_state(b"y" * 1_000_000, token)
     assert backend.get_state() == (b"x", token)
@@ -440,7 +440,7 @@ def test_a_full_disk_is_named_and_heals(space: SqliteTarget) -> None:
 
 def lose_answers(backend: Any, applied: bool) -> None:
     """From now on a commit is made, or not, and then its answer is lost; once."""
-    dialect = backend._database._engine.dialect
+    dialect = backend._database._pool.engine.dialect
     commit = dialect.do_commit
 
     def do_commit(connection: Any) -> None:

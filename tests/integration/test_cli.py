@@ -172,7 +172,7 @@ def test_check_finds_a_backend_that_ignores_tokens(
         (("--backend=sqlite", "--endpoint=env:RDZV_TEST_UNSET"), "RDZV_TEST_UNSET"),
         (("--backend=sqlite", "--conf=join_timeout"), "NAME=VALUE"),
         (("--backend=sqlite", "--conf=run_id=x"), "run_id"),
-        (("--backend=sql", "--endpoint=postgresql://u:hunter22@h/d"), "sqlite"),
+        (("--backend=sql", "--endpoint=oracle://u:hunter22@h/d"), "sqlite"),
         (("--backend=sqlite", "--endpoint=/", "--conf=password=hunter22,x"), "NAME=VALUE"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_wait_of_another_process_length_does_not_overflow(stores: Stores) -> N
 def lose_answers(client: SqlClient, applied: bool, times: int = 1) -> None:
     """The next commits are made, or not, and then their answers are lost."""
     database = client._database
-    engine = database._engine
+    engine = database._pool.engine
     assert engine is not None
     dialect: Any = engine.dialect
     commit, left = dialect.do_commit, [times]

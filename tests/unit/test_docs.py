@@ -37,7 +37,6 @@ WITHOUT_DOCUMENTATION = {
     "is_host": "of a backend that is yet to come",
     "store_type": "of a backend that is yet to come",
     "key_prefix": "of a backend that is yet to come",
-    "schema": "of a backend that is yet to come",
 }
 """Options that no page has a row for, and why."""
 
@@ -190,6 +189,7 @@ def test_times_in_sentences() -> None:
         ("README.md", f"`closed_grace` ({defaults.closed_grace_seconds:g} s)"),
         ("docs/guarantees.md", f"{defaults.liveness_window_seconds:g} s by default"),
         ("docs/sqlite.md", f"({lifetime_seconds / 60:g} minutes by default)"),
+        ("docs/sql.md", f"({lifetime_seconds / 60:g} minutes by default)"),
     ):
         assert sentence in BY_NAME[name].text, f"{name} should say: {sentence}"
 

@@ -1,0 +1,174 @@
+"""What a database has to answer that differs from another's: the interface, and what is shared.
+
+A :class:`Dialect` belongs to one :class:`rdzv.backends.sql.engine.Database`. To add a database,
+write a subclass and name it in :func:`rdzv.backends.sql.dialects.dialect_for`; statements elsewhere
+use only what all of them have: no RETURNING (MySQL), no text a user chose as a key, no clock but
+:attr:`Dialect.now`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from rdzv.backends.sql.pool import Pool
+from rdzv.backends.sql.schema import Tables
+from rdzv.errors import RendezvousError
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What an error of the driver means to the caller."""
+
+    error: RendezvousError
+    reopen: bool
+    """Whether all connections must be given up and the tables looked after anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a wait looks: at a part of the time it has lasted, within bounds."""
+
+    first_seconds: float
+    last_seconds: float
+    growth: float
+
+    def seconds(self, waited_seconds: float) -> float:
+        """How long to pause after so long a wait."""
+        return min(max(self.first_seconds, waited_seconds * self.growth), self.last_seconds)
+
+
+class ChangeSignal(ABC):
+    """Tells that something may have been committed by anyone."""
+
+    @abstractmethod
+    def mark(self, topics: Sequence[str]) -> Any:
+        """To be taken before looking: what is committed later ends the :meth:`sleep` with it.
+        Raises the driver's errors."""
+
+    @abstractmethod
+    def sleep(
+        self,
+        mark: Any,
+        topics: Sequence[str],
+        seconds: float,
+        waited_seconds: float,
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Return when one of the topics may have changed since the mark, after ``seconds``, or
+        soon after ``is_over`` or :meth:`close`. Raises the driver's errors."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up the connection; the next mark opens one, and is a value never seen before."""
+
+    def close_idle(self) -> bool:
+        """Give up the connection if nobody waits; whether there is none now."""
+        return True
+
+
+class Polling(ChangeSignal):
+    """Nobody tells: who waits looks again and again."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    def mark(self, topics: Sequence[str]) -> None:
+        return None
+
+    def sleep(
+        self,
+        mark: Any,
+        topics: Sequence[str],
+        seconds: float,
+        waited_seconds: float,
+        is_over: Callable[[], bool],
+    ) -> None:
+        time.sleep(max(0.0, min(seconds, self._pace.seconds(waited_seconds))))
+
+    def close(self) -> None:
+        """There is no connection."""
+
+
+class Dialect(ABC):
+    """One kind of database at one address."""
+
+    endpoint: str
+    """What the user would recognise, with secrets masked."""
+    now: sa.ColumnElement[int]
+    """Milliseconds since 1970 by the database's clock, one value within a statement."""
+    driver_error: type[Exception]
+    """The base of the driver's errors, for calls that SQLAlchemy does not wrap."""
+    request_seconds: float
+    """No call lasts much longer."""
+    open_seconds: float
+    """So long the first call waits for a server that is overcrowded."""
+    connections_max: int
+    """At most so many for one backend or store, beside the one of a wait."""
+    idle_seconds: float | None = None
+    """After so long an unused connection is closed; None for never."""
+    can_skip_locked: bool = False
+    """Whether a statement can pass by rows that others have locked."""
+    keys_per_statement_max: int = 500
+    value_bytes_max: int = 64 * 1024 * 1024
+
+    @abstractmethod
+    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
+        """Make sure that the tables are there and may be used as they must be; safe while many
+        processes do it at once. The pool is that of :meth:`engine`.
+
+        Raises ``RendezvousSettingsError`` for what will never work at this address, and else what
+        :meth:`explain` makes of the driver's error.
+        """
+
+    @abstractmethod
+    def engine(self) -> sa.Engine:
+        """A new engine, without a pool, for what :meth:`prepare` has prepared."""
+
+    @abstractmethod
+    def is_replaced(self) -> bool:
+        """Whether what was prepared is no more, although connections may still seem to work.
+        False before :meth:`prepare` and after :meth:`forget`."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The caller has been told of the loss: what is there next is as good."""
+
+    @abstractmethod
+    def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
+        """Start a transaction that writes, or allow reading statements. From now on nothing on
+        this connection lasts longer than ``seconds``, waiting for a lock included."""
+
+    @abstractmethod
+    def explain(self, error: BaseException) -> Trouble:
+        """What to tell the caller of a driver's error."""
+
+    def is_transient(self, error: BaseException) -> bool:
+        """Whether the error says that nothing was done, and that a repeat may help at once."""
+        return False
+
+    @abstractmethod
+    def signal(self) -> ChangeSignal:
+        """A new change signal."""
+
+    def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:
+        """Let the commit of this transaction wake those who wait for one of the topics, where
+        they have not other means."""
+        return
+
+    @abstractmethod
+    def insert_if_absent(self, table: sa.Table, values: dict[str, Any]) -> sa.Insert:
+        """Insert the row unless there is one."""
+
+    @abstractmethod
+    def upsert(self, table: sa.Table, values: dict[str, Any]) -> sa.Insert:
+        """Insert the row, or overwrite the one with the same primary key."""
+
+    @abstractmethod
+    def route(self) -> tuple[str, int] | None:
+        """Host and port of the server; None where there is none."""

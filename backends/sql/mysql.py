@@ -1,0 +1,158 @@
+"""MySQL and MariaDB, by PyMySQL or the driver that the user's URL names.
+
+* Nothing tells of changes: who waits looks again, at growing intervals.
+* A session reads what is committed (its default shows a transaction one moment for ever), gives up
+  a lock as soon as a request gives up its answer, and is ended by the server when its client has
+  gone silent.
+* An ``UPDATE`` counts the rows that it found, changed or not, as SQLAlchemy asks of all drivers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
+
+from rdzv.backends.sql.base import ChangeSignal, Pace, Polling
+from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.server import (
+    OVERCROWDED,
+    READ_ONLY,
+    WRONG_PASSWORD,
+    ServerDialect,
+)
+from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
+
+PACE = Pace(0.01, 0.5, 0.1)
+SILENT_SECONDS = 5
+"""So much longer than a request the server bears a client that says nothing."""
+LOCK_OF_THE_MAKERS = "rdzv"
+TIMEOUTS = {
+    "pymysql": ("connect_timeout", "read_timeout", "write_timeout"),
+    "mysqldb": ("connect_timeout", "read_timeout", "write_timeout"),
+    "mysqlconnector": ("connection_timeout", "read_timeout", "write_timeout"),
+    "mariadbconnector": ("connect_timeout", "read_timeout", "write_timeout"),
+}
+"""The drivers that block, and what they call the limits in whole seconds."""
+WRONG_USER = {1044: WRONG_PASSWORD, 1045: WRONG_PASSWORD, 1698: WRONG_PASSWORD}
+
+
+class MysqlDialect(ServerDialect):
+    """MySQL 8 or newer, MariaDB 10.6 or newer."""
+
+    now = sa.literal_column(
+        "(TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(3)) DIV 1000)", sa.BigInteger
+    )
+    default_port = 3306
+    keys_per_statement_max = 10_000
+    # A server takes no larger packet than max_allowed_packet, MariaDB 16 MiB unless told.
+    value_bytes_max = 12 * 1024 * 1024
+    advice = {  # noqa: RUF012
+        **WRONG_USER,
+        1040: OVERCROWDED,
+        1203: OVERCROWDED,
+        1226: OVERCROWDED,
+        1290: READ_ONLY,
+        1836: READ_ONLY,
+        1205: "Another transaction holds a lock: see it with SHOW PROCESSLIST.",
+    }
+    missing_table = frozenset({1146, 1054})
+    missing_right = frozenset({1142, 1143, 1044, 1370})
+    # Overcrowded (server, user); deadlock; a certification failure of a cluster.
+    transient = frozenset({1040, 1203, 1213, 1020})
+    reopen = frozenset({1290, 1836})
+
+    def __init__(self, url: sa.URL, options: SqlOptions) -> None:
+        if "+" not in url.drivername:
+            url = url.set(drivername=f"{url.drivername}+pymysql")
+        self._driver_name = url.drivername.partition("+")[2]
+        if self._driver_name not in TIMEOUTS:
+            raise RendezvousSettingsError(
+                f"{url.render_as_string()}: this driver is not known to work; write mysql:// for "
+                f"PyMySQL, or mysql+ and one of {', '.join(TIMEOUTS)}"
+            )
+        super().__init__(url, options)
+
+    def connect(self) -> Any:
+        positional, named = self._arguments
+        limits = dict.fromkeys(TIMEOUTS[self._driver_name], self.whole_request_seconds)
+        connection = self._driver.connect(*positional, **{**named, **limits})
+        try:
+            # A property with some drivers, a method with others.
+            if callable(connection.autocommit):
+                connection.autocommit(True)
+            else:
+                connection.autocommit = True
+            with closing(connection.cursor()) as cursor:
+                cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+                cursor.execute(
+                    f"SET SESSION innodb_lock_wait_timeout = {self.whole_request_seconds}, "
+                    f"wait_timeout = {self.whole_request_seconds + SILENT_SECONDS}"
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def code(self, error: BaseException) -> int | None:
+        cause = getattr(error, "orig", None) or error
+        number = getattr(cause, "errno", None)
+        if isinstance(number, int):
+            return number
+        first = cause.args[0] if cause.args else None
+        return first if isinstance(first, int) else None
+
+    def is_transient(self, error: BaseException) -> bool:
+        return super().is_transient(error) or isinstance(error, _StaleConnection)
+
+    @contextmanager
+    def making(self, connection: sa.Connection, seconds: float) -> Iterator[None]:
+        # Each statement that makes a table is a transaction, so no transaction's lock will do.
+        question = sa.select(sa.func.get_lock(LOCK_OF_THE_MAKERS, max(0, int(seconds))))
+        if connection.scalar(question) != 1:
+            raise RendezvousConnectionError(
+                f"{self.endpoint}: another process is making the tables and does not end"
+            )
+        try:
+            yield
+        finally:
+            connection.rollback()
+            connection.scalar(sa.select(sa.func.release_lock(LOCK_OF_THE_MAKERS)))
+
+    def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
+        driver: Any = connection.connection.driver_connection
+        if self._driver_name == "pymysql":
+            # It waits so long for each packet.
+            driver._read_timeout = driver._write_timeout = max(seconds, 0.001)
+        if not write:
+            return
+        deadline = time.monotonic() + seconds
+        try:
+            with closing(driver.cursor()) as cursor:
+                cursor.execute("START TRANSACTION")
+        except self.driver_error as error:
+            if time.monotonic() < deadline and self.code(error) in (2006, 2013, 4031):
+                # It had been closed while it was idle; to begin changes nothing.
+                connection.invalidate()
+                raise _StaleConnection(str(error)) from error
+            raise
+
+    def signal(self) -> ChangeSignal:
+        return Polling(PACE)
+
+    def insert_if_absent(self, table: sa.Table, values: dict[str, Any]) -> sa.Insert:
+        return mysql.insert(table).values(values).prefix_with("IGNORE")
+
+    def upsert(self, table: sa.Table, values: dict[str, Any]) -> sa.Insert:
+        statement = mysql.insert(table).values(values)
+        keys = [column.name for column in table.primary_key]
+        others = {name: statement.inserted[name] for name in values if name not in keys}
+        return statement.on_duplicate_key_update(others)
+
+
+class _StaleConnection(sa.exc.SQLAlchemyError):
+    """It was closed before anything was asked on it."""

@@ -1,0 +1,206 @@
+"""PostgreSQL, by psycopg 3.
+
+* No prepared statements and no state of a session: a pooler may give each transaction to another
+  connection of its own. Time limits are set in the transaction that they are for.
+* libpq waits for an answer for ever. So the loop that waits for the socket is ours, with a
+  deadline; a connection whose answer did not come is closed.
+* The server ends a transaction whose client has gone silent, so that nobody waits long for a lock
+  of one that is behind a broken network.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+import sqlalchemy as sa
+from psycopg.waiting import Ready, Wait
+from sqlalchemy.dialects import postgresql
+
+from rdzv.backends.sql.base import ChangeSignal, Pace
+from rdzv.backends.sql.listen import Listener
+from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.server import (
+    OVERCROWDED,
+    READ_ONLY,
+    WRONG_PASSWORD,
+    ServerDialect,
+)
+from rdzv.errors import RendezvousSettingsError
+
+POLL_SECONDS = 0.25
+"""The socket is looked at by itself at least so often, as psycopg does."""
+LOCK_OF_THE_MAKERS = 0x72647A76
+"""What those who make tables hold: "rdzv" as a number."""
+TOO_MANY_CONNECTIONS = "53300"
+NO_ANSWER = "the server has not answered in time"
+
+
+class Connection(psycopg.Connection[Any]):
+    """One whose every statement ends by a deadline."""
+
+    deadline: float = math.inf
+    """By ``time.monotonic()``."""
+
+    def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
+        """Drive an operation of psycopg's to its end; see ``psycopg.Connection.wait``."""
+        poller = select.poll()
+        descriptor = self.pgconn.socket
+        try:
+            wanted = next(gen)
+            while True:
+                events = (select.POLLIN if wanted & Wait.R else 0) | (
+                    select.POLLOUT if wanted & Wait.W else 0
+                )
+                poller.register(descriptor, events)
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    raise psycopg.OperationalError(NO_ANSWER)
+                found = poller.poll(math.ceil(min(left, POLL_SECONDS) * 1000))
+                wanted = self._next(gen, wanted, found[0][1] if found else 0)
+        except StopIteration as end:
+            return end.value
+        except BaseException:
+            # In the middle of an exchange: of no use to anybody.
+            self.close()
+            raise
+
+    @staticmethod
+    def _next(gen: Any, wanted: int, seen: int) -> int:
+        if not seen:
+            following = gen.send(Ready.NONE)
+            return wanted if following is None else int(following)
+        broken = select.POLLERR | select.POLLHUP | select.POLLNVAL
+        ready = (Ready.R if seen & (select.POLLIN | broken) else 0) | (
+            Ready.W if seen & (select.POLLOUT | broken) else 0
+        )
+        return int(gen.send(ready & wanted or wanted))
+
+
+class PostgresqlDialect(ServerDialect):
+    """PostgreSQL 12 or newer, directly or behind a pooler."""
+
+    # One value within a statement, and not that of a transaction's begin.
+    now = sa.literal_column(
+        "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000 AS BIGINT)", sa.BigInteger
+    )
+    default_port = 5432
+    keys_per_statement_max = 10_000
+    advice = {  # noqa: RUF012
+        "28P01": WRONG_PASSWORD,
+        "28000": WRONG_PASSWORD,
+        TOO_MANY_CONNECTIONS: OVERCROWDED,
+        "25006": READ_ONLY,
+    }
+    missing_table = frozenset({"42P01", "42703", "3F000"})
+    missing_right = frozenset({"42501"})
+    # Overcrowded; serialization failure; deadlock.
+    transient = frozenset({TOO_MANY_CONNECTIONS, "40001", "40P01"})
+    # A standby; a standby that was promoted; a server that shuts down.
+    reopen = frozenset({"25006", "57P01", "57P02"})
+
+    def __init__(self, url: sa.URL, options: SqlOptions) -> None:
+        if url.drivername not in ("postgresql", "postgresql+psycopg"):
+            raise RendezvousSettingsError(
+                f"{url.render_as_string()}: rdzv reaches PostgreSQL by psycopg 3; write "
+                "postgresql:// or postgresql+psycopg://"
+            )
+        super().__init__(url.set(drivername="postgresql+psycopg"), options)
+
+    def engine_options(self) -> dict[str, Any]:
+        return {"use_native_hstore": False}
+
+    def connect(self) -> Connection:
+        positional, named = self._arguments
+        seconds = min(self.request_seconds, float(named.get("connect_timeout") or math.inf))
+        named = {**named, "connect_timeout": max(2, math.ceil(seconds))}
+        try:
+            connection = Connection.connect(
+                *positional, **named, autocommit=True, prepare_threshold=None
+            )
+        except psycopg.Error as error:
+            # Its frames would keep a half-made connection open until garbage is collected.
+            error.__traceback__ = None
+            raise
+        connection.deadline = time.monotonic() + self.request_seconds
+        return connection
+
+    def code(self, error: BaseException) -> str | None:
+        cause = getattr(error, "orig", None) or error
+        if not isinstance(cause, psycopg.Error):
+            return None
+        if cause.sqlstate is not None:
+            return cause.sqlstate
+        # While a connection is made, psycopg gives the server's words and no code.
+        return next((code for words, code in _WORDS if words in str(cause)), None)
+
+    def is_transient(self, error: BaseException) -> bool:
+        return super().is_transient(error) or isinstance(error, _StaleConnection)
+
+    @contextmanager
+    def making(self, connection: sa.Connection, seconds: float) -> Iterator[None]:
+        self.begin(connection, True, seconds)
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(LOCK_OF_THE_MAKERS)))
+        try:
+            yield
+        finally:
+            connection.rollback()
+
+    def make_schema(self, connection: sa.Connection) -> None:
+        schema = self._options.schema
+        if schema is not None and not sa.inspect(connection).has_schema(schema):
+            connection.execute(sa.schema.CreateSchema(schema, if_not_exists=True))
+
+    def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
+        driver: Any = connection.connection.driver_connection
+        seconds = max(seconds, 0.001)
+        driver.deadline = time.monotonic() + seconds
+        if not write:
+            return
+        limit = max(1, round(seconds * 1000))
+        names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
+        limits = "".join(f"; SET LOCAL {name} = {limit}" for name in names)
+        try:
+            driver.execute(f"BEGIN ISOLATION LEVEL READ COMMITTED{limits}")
+        except psycopg.OperationalError as error:
+            if driver.closed and time.monotonic() < driver.deadline:
+                # It had been closed while it was idle; to begin changes nothing.
+                raise _StaleConnection(str(error)) from error
+            raise
+
+    def signal(self) -> ChangeSignal:
+        pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.02, 2.0, 0.2)
+        return Listener(self.connect, self.code, self.request_seconds, pooled, crowded)
+
+    def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:
+        if topics:
+            wakes = [sa.func.pg_notify(topic, "") for topic in dict.fromkeys(topics)]
+            connection.execute(sa.select(*wakes))
+
+    def insert_if_absent(self, table: sa.Table, values: dict[str, Any]) -> sa.Insert:
+        return postgresql.insert(table).values(values).on_conflict_do_nothing()
+
+    def upsert(self, table: sa.Table, values: dict[str, Any]) -> sa.Insert:
+        statement = postgresql.insert(table).values(values)
+        keys = [column.name for column in table.primary_key]
+        others = {name: statement.excluded[name] for name in values if name not in keys}
+        return statement.on_conflict_do_update(index_elements=keys, set_=others)
+
+
+_WORDS = (
+    ("too many clients", TOO_MANY_CONNECTIONS),
+    ("remaining connection slots", TOO_MANY_CONNECTIONS),
+    ("too many connections", TOO_MANY_CONNECTIONS),
+    ("no more connections allowed", TOO_MANY_CONNECTIONS),
+    ("authentication failed", "28P01"),
+    ("no password supplied", "28P01"),
+)
+
+
+class _StaleConnection(psycopg.OperationalError):
+    """It was closed before anything was asked on it."""

@@ -1,0 +1,244 @@
+"""What databases share that are servers: connections by URL, tables made once, rights, errors.
+
+* Statements outside a transaction commit by themselves, so none is left open by a read; a
+  transaction is begun and ended in so many words.
+* Every right is tried when the tables are looked after: a role that may not delete is told at the
+  start of its job, and not when the first run is swept.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from rdzv.backends.sql.base import Dialect, Trouble
+from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.pool import Pool
+from rdzv.backends.sql.schema import SCHEMA_VERSION, Tables
+from rdzv.errors import (
+    RendezvousConnectionError,
+    RendezvousSettingsError,
+    mask_secrets,
+    secrets_in,
+)
+
+CONNECTIONS_MAX = 4
+IDLE_SECONDS = 1.0
+MISSING_TABLE = "The tables were removed; the next call makes them anew."
+MISSING_RIGHT = "The role lacks a right: docs/sql.md lists what is needed."
+WRONG_PASSWORD = (
+    "Give user and password in the URL, or password_file=…, or by the driver's own means."
+)
+OVERCROWDED = "The server has no connection left: raise its limit, or put a pooler in front."
+READ_ONLY = "This server takes no writes: it may be a standby. The next call connects anew."
+UNREACHABLE = "Look whether the server runs and can be reached from here."
+
+_engines: dict[tuple[sa.URL, float], sa.Engine] = {}
+_may_be_used: set[tuple[sa.URL, Tables]] = set()
+"""Where all rights have been tried."""
+
+
+class ServerDialect(Dialect):
+    """A database that is reached by an SQLAlchemy URL."""
+
+    connections_max = CONNECTIONS_MAX
+    idle_seconds = IDLE_SECONDS
+    can_skip_locked = True
+    advice: Mapping[Any, str] = {}
+    """What to do about an error, by the driver's code."""
+    missing_table: frozenset[Any] = frozenset()
+    """Codes that say that a table is not there."""
+    missing_right: frozenset[Any] = frozenset()
+    transient: frozenset[Any] = frozenset()
+    """Codes of :meth:`is_transient`."""
+    reopen: frozenset[Any] = frozenset()
+    """Codes after which all connections are made anew."""
+
+    def __init__(self, url: sa.URL, options: SqlOptions) -> None:
+        if options.password is not None:
+            url = url.set(password=options.password)
+        self._url, self._options = url, options
+        written = url.render_as_string(hide_password=False)
+        self._secrets = (*secrets_in(written), url.password, options.password)
+        self.endpoint = mask_secrets(url.render_as_string(), *self._secrets)
+        self.request_seconds = options.request_seconds
+        self.open_seconds = max(options.read_timeout_seconds, options.request_seconds)
+        try:
+            self._sqlalchemy: Any = url.get_dialect()()
+            self._driver: Any = url.get_dialect().import_dbapi()
+            self._arguments = self._sqlalchemy.create_connect_args(url)
+        except sa.exc.NoSuchModuleError as error:
+            raise RendezvousSettingsError(
+                f"{self.endpoint}: SQLAlchemy knows no driver {url.drivername}"
+            ) from error
+        except (sa.exc.ArgumentError, ValueError, TypeError):
+            raise RendezvousSettingsError(
+                f"{self.endpoint}: an option after the '?' cannot be read"
+            ) from None
+        self.driver_error = self._driver.Error
+
+    @abstractmethod
+    def connect(self) -> Any:
+        """A connection of the driver's, on which each statement is a transaction of its own until
+        one is begun in so many words."""
+
+    @abstractmethod
+    def code(self, error: BaseException) -> Any:
+        """The driver's code of its error; None where it has none."""
+
+    @abstractmethod
+    def making(self, connection: sa.Connection, seconds: float) -> Any:
+        """A context in which nobody else makes tables."""
+
+    def route(self) -> tuple[str, int] | None:
+        host = self._url.host
+        if not host or host.startswith("/"):
+            return None
+        return host, self._url.port or self.default_port
+
+    default_port: int
+
+    def engine(self) -> sa.Engine:
+        # One for all that is alike: it has no connections, but the statements it has compiled.
+        key = (self._url, self.request_seconds)
+        engine = _engines.get(key)
+        if engine is None:
+            made = sa.create_engine(
+                self._url,
+                creator=self.connect,
+                poolclass=sa.NullPool,
+                pool_reset_on_return=None,
+                **self.engine_options(),
+            )
+            engine = _engines.setdefault(key, made)
+        return engine
+
+    def engine_options(self) -> dict[str, Any]:
+        """What :func:`sqlalchemy.create_engine` is told besides."""
+        return {}
+
+    def is_replaced(self) -> bool:
+        return False
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
+        with pool.connection(deadline) as connection:
+            self.begin(connection, False, deadline - time.monotonic())
+            try:
+                if not self._is_made(connection, tables):
+                    self._make(connection, tables, deadline)
+                self._check_rights(connection, tables, deadline)
+            except sa.exc.DBAPIError as error:
+                if self.code(error) in self.missing_right:
+                    raise RendezvousSettingsError(
+                        f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
+                    ) from error
+                raise
+
+    def _is_made(self, connection: sa.Connection, tables: Tables) -> bool:
+        # One statement that names all tables, instead of questions about the catalogue.
+        there = [
+            sa.select(sa.func.count()).select_from(table).where(sa.false()).scalar_subquery()
+            for table in tables.metadata.sorted_tables
+        ]
+        try:
+            connection.execute(sa.select(*there))
+        except sa.exc.DBAPIError as error:
+            connection.rollback()
+            if self.code(error) in self.missing_table:
+                return False
+            raise
+        is_made = tables.check_version(connection, self.endpoint)
+        connection.rollback()
+        return is_made
+
+    def _make(self, connection: sa.Connection, tables: Tables, deadline: float) -> None:
+        if not self._options.create_tables:
+            command = f"python -m rdzv.backends.sql schema --dialect {self._url.get_backend_name()}"
+            raise RendezvousSettingsError(
+                f"{self.endpoint} has no tables of rdzv with table_prefix="
+                f"{self._options.table_prefix}, and create_tables=false: have an administrator run "
+                f"what `{command}` prints, or check database, schema and prefix"
+            )
+        try:
+            with self.making(connection, deadline - time.monotonic()):
+                if self._is_made_by_now(connection, tables):
+                    return
+                self.make_schema(connection)
+                tables.metadata.create_all(connection, checkfirst=True)
+                connection.execute(
+                    self.insert_if_absent(tables.schema, {"version": SCHEMA_VERSION})
+                )
+                connection.commit()
+        except sa.exc.DBAPIError as error:
+            if self.code(error) in self.missing_right:
+                raise RendezvousSettingsError(
+                    f"{self.endpoint}: the tables are missing and this role may not make them "
+                    f"({self._said(error)}). Have an administrator make them: docs/sql.md says how."
+                ) from error
+            raise
+
+    def _is_made_by_now(self, connection: sa.Connection, tables: Tables) -> bool:
+        inspector = sa.inspect(connection)
+        schema = self._options.schema
+        if not all(inspector.has_table(t.name, schema) for t in tables.metadata.sorted_tables):
+            return False
+        return tables.check_version(connection, self.endpoint)
+
+    def make_schema(self, connection: sa.Connection) -> None:
+        """Make the schema of the tables, where that is a thing of its own and missing."""
+
+    def _check_rights(self, connection: sa.Connection, tables: Tables, deadline: float) -> None:
+        key = (self._url, tables)
+        if key in _may_be_used:
+            return
+        self.begin(connection, True, max(deadline - time.monotonic(), 1.0))
+        try:
+            for table in (*tables.of_a_run, tables.states, tables.runs):
+                for statement in _without_effect(table):
+                    connection.execute(statement)
+        finally:
+            connection.rollback()
+        _may_be_used.add(key)
+
+    def explain(self, error: BaseException) -> Trouble:
+        code = self.code(error)
+        advice = self.advice.get(code, UNREACHABLE)
+        if code in self.missing_table:
+            advice = MISSING_TABLE
+        elif code in self.missing_right:
+            advice = MISSING_RIGHT
+        text = f"{self.endpoint}: {self._said(error)}. {advice}"
+        return Trouble(
+            RendezvousConnectionError(text), code in self.missing_table or code in self.reopen
+        )
+
+    def is_transient(self, error: BaseException) -> bool:
+        return self.code(error) in self.transient
+
+    def _said(self, error: BaseException) -> str:
+        cause = getattr(error, "orig", None) or error
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        return mask_secrets(" ".join(line.strip() for line in lines[:3]), *self._secrets)
+
+    @property
+    def whole_request_seconds(self) -> int:
+        """For drivers and servers that count whole seconds."""
+        return max(1, math.ceil(self.request_seconds))
+
+
+def _without_effect(table: sa.Table) -> Iterator[sa.Executable]:
+    """Statements that need a right and change nothing."""
+    first = next(iter(table.columns))
+    yield table.insert().from_select(
+        [column.name for column in table.columns], sa.select(table).where(sa.false())
+    )
+    yield table.update().where(sa.false()).values({first: first})
+    yield table.delete().where(sa.false())

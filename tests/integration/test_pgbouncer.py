@@ -1,0 +1,82 @@
+"""PostgreSQL behind PgBouncer, which gives each transaction to another of its connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from rdzv.backends.sql import SqlBackend
+from rdzv.conformance.plugin import server_or_not_run
+from rdzv.conformance.servers.local import LocalServer
+from rdzv.conformance.store_kit import Background
+from rdzv.conformance.suites import BackendSuite, RosterSuite, StoreSuite, WatchSuite, marked
+from rdzv.conformance.target import Target
+
+from .sql_targets import PgBouncer, SqlTarget, administrator
+
+
+@pytest.fixture(scope="module")
+def pooler(request: pytest.FixtureRequest) -> Iterator[Any]:
+    behind = server_or_not_run(request, "postgresql")
+    technology = PgBouncer(behind.address)
+    program = technology.find()
+    if program is None:
+        pytest.skip(f"NOT RUN, since there is no pgbouncer on this machine: {technology.how}")
+    pooler = LocalServer(technology, program)
+    yield pooler
+    pooler.close()
+
+
+class _Pooled:
+    @pytest.fixture
+    def target(self, pooler: Any) -> Iterator[Target]:
+        target = SqlTarget("postgresql", pooler)
+        # What can be killed here is the pooler, which has no data to be lost.
+        target.server = None
+        yield target
+        target.close()
+
+
+FULL = marked(
+    pytest.mark.full, "state", "roster", "watch", "values", "waits", "faults", "concurrency"
+)
+
+
+@FULL
+class TestPooledBackend(_Pooled, BackendSuite):
+    pass
+
+
+@FULL
+class TestPooledRoster(_Pooled, RosterSuite):
+    pass
+
+
+@FULL
+class TestPooledWatch(_Pooled, WatchSuite):
+    pass
+
+
+@FULL
+class TestPooledStore(_Pooled, StoreSuite):
+    pass
+
+
+def test_nobody_listens_and_changes_are_heard(pooler: Any, request: pytest.FixtureRequest) -> None:
+    backend, other = (SqlBackend(pooler.endpoint(), "pooled") for _ in range(2))
+    try:
+        _, token, _ = backend.set_state(b"0")
+        waiting = Background(lambda: backend.wait_for_change(token, 60.0)).still_blocked()
+        found = other.set_state(b"1", token)
+        assert waiting.result() == found[:2]
+        with administrator(server_or_not_run(request, "postgresql")) as connection:
+            listening = connection.scalar(
+                sa.text("SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'")
+            )
+        assert listening == 0
+    finally:
+        backend.close()
+        other.close()

@@ -1,0 +1,123 @@
+"""PostgreSQL servers of the tests' own: one that is small, and two in one URL."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from rdzv.backends.sql import SqlBackend, SqlOptions
+from rdzv.conformance.servers.local import LocalServer
+from rdzv.conformance.servers.technologies import PostgreSQL
+from rdzv.conformance.store_kit import Background, in_threads
+from rdzv.errors import RendezvousConnectionError
+from rdzv.ports import Entry, Question
+
+from .sql_targets import administrator, asked, ours, until
+
+TTL_SECONDS = 60.0
+
+
+class SmallPostgreSQL(PostgreSQL):
+    """One with the number of connections that PostgreSQL has unless told."""
+
+    def command(self, *arguments: Any) -> list[str]:
+        return [*super().command(*arguments), "-c", "max_connections=100"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_two_hundred_nodes_share_a_hundred_connections() -> None:
+    technology = SmallPostgreSQL()
+    program = technology.find()
+    if program is None:
+        pytest.skip(f"there is no PostgreSQL on this machine: {technology.how}")
+    server = LocalServer(technology, program)
+    nodes = 200
+    backends = [SqlBackend(server.endpoint(), "run", SqlOptions()) for _ in range(nodes)]
+    waiting_now, all_wait = threading.Semaphore(0), threading.Event()
+
+    def patiently(call: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 240
+        while True:
+            try:
+                return call()
+            except RendezvousConnectionError:
+                if time.monotonic() > deadline:
+                    raise
+
+    def node(index: int) -> object:
+        backend, entry = backends[index], Entry(f"node{index}", b"")
+        backend.open()
+        patiently(lambda: backend.announce(entry, 300.0, Question()))
+        waiting_now.release()
+        if index == 0:
+            all_wait.wait(300)
+            return patiently(lambda: backend.set_state(b"go"))[:2]
+        while True:
+            found = patiently(lambda: backend.wait_for_change(None, 5.0))
+            if found is not None:
+                return found
+
+    try:
+        joining = Background(lambda: in_threads(nodes, node))
+        for _ in range(nodes):
+            assert waiting_now.acquire(timeout=300)
+        assert patiently(lambda: asked(server, "SELECT count(*) FROM rdzv_roster")) == nodes
+        all_wait.set()
+        results = joining.result()
+        assert len(set(results)) == 1
+        for backend in backends:
+            backend.close()
+        until(lambda: ours(server) == 0)
+    finally:
+        server.close()
+
+
+@pytest.mark.full
+def test_the_next_server_of_the_url_takes_over() -> None:
+    technology = PostgreSQL()
+    program = technology.find()
+    if program is None:
+        pytest.skip(f"there is no PostgreSQL on this machine: {technology.how}")
+    with (
+        contextlib.closing(LocalServer(technology, program)) as first,
+        contextlib.closing(LocalServer(technology, program)) as second,
+    ):
+        hosts = "&".join(f"host={host}:{port}" for host, port in (first.address, second.address))
+        url = f"postgresql://rdzv:rdzv@/rdzv?{hosts}&target_session_attrs=read-write"
+        with contextlib.closing(SqlBackend(url, "run")) as backend:
+            a_server_is_lost_and_another_turns_read_only(backend, first, second)
+
+
+def a_server_is_lost_and_another_turns_read_only(
+    backend: SqlBackend, first: LocalServer, second: LocalServer
+) -> None:
+    _, token, _ = backend.set_state(b"0")
+    waiting = Background(lambda: backend.wait_for_change(token, TTL_SECONDS))
+    first.kill()
+
+    def works() -> bool:
+        try:
+            return backend.get_state() is None
+        except RendezvousConnectionError:
+            return False
+
+    until(works, 30.0)
+    with contextlib.suppress(RendezvousConnectionError):
+        assert waiting.result() is None
+    _, token, made = backend.set_state(b"put back")
+    assert made
+    assert asked(second, "SELECT count(*) FROM rdzv_states") == 1
+    # One that takes no writes any more is left for one that does.
+    with administrator(second) as connection:
+        connection.execute(sa.text("ALTER DATABASE rdzv SET default_transaction_read_only = on"))
+    first.restart(keep_data=True)
+    backend.close()
+    assert backend.get_state() is not None
+    assert asked(first, "SELECT count(*) FROM rdzv_states") == 1

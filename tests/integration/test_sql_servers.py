@@ -1,0 +1,399 @@
+"""PostgreSQL and MariaDB: rights, connections, costs, errors, and what the server does to us."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from rdzv.backends.sql import SqlBackend, SqlOptions
+from rdzv.backends.sql.__main__ import main, statements
+from rdzv.conformance.plugin import server_or_not_run
+from rdzv.conformance.proxy import Proxy
+from rdzv.conformance.servers.local import LocalServer
+from rdzv.conformance.store_kit import Background, in_threads
+from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
+from rdzv.ports import Entry, Question
+from rdzv.stores.sql import SqlStore
+
+from .sql_targets import TABLES, administrator, asked, drop_all, ours, until
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "sql.md"
+SERVERS = ("postgresql", "mysql")
+TTL_SECONDS = 60.0
+SHORT_LIFE = SqlOptions(outage_timeout_seconds=0.3, closed_grace_seconds=0.1)
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest) -> Any:
+    """One with no table of ours."""
+    server = server_or_not_run(request, request.param)
+    server.backend = request.param
+    with administrator(server) as connection:
+        drop_all(connection)
+    return server
+
+
+@pytest.fixture
+def postgresql(request: pytest.FixtureRequest) -> Any:
+    server = server_or_not_run(request, "postgresql")
+    with administrator(server) as connection:
+        drop_all(connection)
+    return server
+
+
+@pytest.fixture
+def opened() -> Iterator[Any]:
+    """Closes at the end what it is called with."""
+    made: list[Any] = []
+
+    def remember(what: Any) -> Any:
+        made.append(what)
+        return what
+
+    yield remember
+    for each in made:
+        each.close()
+
+
+def backend_on(server: Any, run_id: str = "run", **options: Any) -> SqlBackend:
+    return SqlBackend(server.endpoint(), run_id, SqlOptions(**options))
+
+
+def use_all(backend: SqlBackend, store: Any) -> None:
+    """Every operation of both."""
+    backend.open()
+    _, token, _ = backend.set_state(b"1")
+    assert backend.set_state(b"2", token)[2]
+    backend.announce(Entry("node", b"data", "round"), TTL_SECONDS, Question("node", "round"))
+    backend.announce(Entry("node", b"data", "later"), TTL_SECONDS, Question("node", "later"))
+    assert backend.beat("node", TTL_SECONDS, Question("node", "later")).confirmed == 1
+    backend.withdraw("node", TTL_SECONDS)
+    assert len(backend.entries()) == 1
+    store.multi_set(["a", "b"], ["1", "2"])
+    assert store.add("n", 2) == 2
+    assert store.multi_get(["a", "b"]) == [b"1", b"2"]
+    store.queue_push("q", "1")
+    assert store.queue_pop("q") == b"1"
+    assert store.delete_key("a")
+
+
+# ------------------------------------------------------------------------------- tables and rights
+
+
+def as_administrator(server: Any) -> str:
+    if server.backend == "postgresql":
+        return str(server.endpoint())
+    if not isinstance(server, LocalServer):
+        pytest.skip("it takes the root account of a server that these tests have started")
+    return f"mysql+pymysql://root@/rdzv?unix_socket={server.directory}/socket"
+
+
+def test_the_documented_rights_are_enough_and_all_needed(server: Any, opened: Any) -> None:
+    engine = sa.create_engine(as_administrator(server), poolclass=sa.NullPool)
+    host, port = server.address
+    endpoint = f"{server.backend}://job:secret@{host}:{port}/rdzv"
+    options = SqlOptions(create_tables=False)
+    page = DOCS.read_text(encoding="utf-8")
+    [block] = re.findall(rf"<!-- test: {server.backend} grants -->\n```sql\n(.*?)```", page, re.S)
+    try:
+        with engine.begin() as connection:
+            for statement in statements(server.backend, "rdzv_", None):
+                connection.exec_driver_sql(statement)
+            for statement in filter(str.strip, block.split(";")):
+                connection.exec_driver_sql(statement)
+        use_all(
+            opened(SqlBackend(endpoint, "run", options)),
+            opened(SqlStore(endpoint, "run", options=options)),
+        )
+        if server.backend == "mysql":
+            return  # There one right is one right on all tables.
+        for table in TABLES:
+            for right in ("SELECT", "INSERT", "UPDATE", "DELETE"):
+                with engine.begin() as connection:
+                    connection.exec_driver_sql(f"REVOKE {right} ON rdzv_{table} FROM job")
+                fresh = SqlOptions(create_tables=False, table_prefix="rdzv_")
+                less = f"{endpoint}?application_name={table}{right}"
+                with pytest.raises(RendezvousSettingsError, match=f"rdzv_{table}.*right"):
+                    opened(SqlBackend(less, "run", fresh)).open()
+                with engine.begin() as connection:
+                    connection.exec_driver_sql(f"GRANT {right} ON rdzv_{table} TO job")
+    finally:
+        with engine.begin() as connection:
+            if server.backend == "postgresql":
+                connection.exec_driver_sql("DROP OWNED BY job")
+            connection.exec_driver_sql("DROP USER IF EXISTS job")
+        engine.dispose()
+
+
+def test_missing_tables_are_told_where_none_may_be_made(server: Any, opened: Any) -> None:
+    with pytest.raises(RendezvousSettingsError, match=f"schema --dialect {server.backend}"):
+        opened(backend_on(server, create_tables=False)).open()
+
+
+def test_tables_are_made_once_by_many(server: Any, opened: Any) -> None:
+    backends = [opened(backend_on(server)) for _ in range(8)]
+    gate = threading.Barrier(len(backends))
+
+    def first_call(index: int) -> object:
+        gate.wait()
+        return backends[index].get_state()
+
+    assert in_threads(len(backends), first_call) == [None] * len(backends)
+    assert asked(server, "SELECT count(*) FROM rdzv_schema") == 1
+
+
+def test_a_schema_is_made_and_used(postgresql: Any, opened: Any) -> None:
+    with administrator(postgresql) as connection:
+        connection.execute(sa.text("DROP SCHEMA IF EXISTS jobs CASCADE"))
+    options = SqlOptions(schema="jobs", table_prefix="my_")
+    use_all(
+        opened(SqlBackend(postgresql.endpoint(), "run", options)),
+        opened(SqlStore(postgresql.endpoint(), "run", options=options)),
+    )
+    assert asked(postgresql, "SELECT count(*) FROM jobs.my_states") == 1
+    assert opened(backend_on(postgresql)).get_state() is None
+
+
+def test_the_command_prints_what_makes_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--dialect", "postgresql", "--schema", "jobs"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("CREATE SCHEMA IF NOT EXISTS jobs;")
+    assert printed.count("CREATE TABLE jobs.rdzv_") == 7
+    assert "INSERT INTO jobs.rdzv_schema (version) VALUES (1);" in printed
+    with pytest.raises(SystemExit):
+        main(["schema", "--dialect", "postgresql", "--schema", "a b"])
+    assert "schema" in capsys.readouterr().err
+
+
+def test_dropped_tables_are_made_anew(server: Any, opened: Any) -> None:
+    backend = opened(backend_on(server))
+    backend.set_state(b"x")
+    with administrator(server) as connection:
+        drop_all(connection)
+    with pytest.raises(RendezvousConnectionError, match="makes them anew"):
+        backend.get_state()
+    assert backend.get_state() is None
+    assert backend.set_state(b"y")[2]
+
+
+def test_old_runs_are_swept_in_small_steps(server: Any, opened: Any) -> None:
+    over = opened(SqlBackend(server.endpoint(), "over", SHORT_LIFE))
+    over.set_state(b"document")
+    store = opened(SqlStore(server.endpoint(), "over", lifetime_seconds=0.4))
+    store.multi_set([f"key{number}" for number in range(600)], ["x"] * 600)
+    newcomer = opened(backend_on(server, "new"))
+    seen = [600]
+
+    def is_swept() -> bool:
+        newcomer.announce(Entry(f"node{time.monotonic_ns()}", b""), TTL_SECONDS, Question())
+        seen.append(asked(server, "SELECT count(*) FROM rdzv_store"))
+        assert seen[-2] - seen[-1] <= 500
+        return over.get_state() is None
+
+    until(is_swept)
+    assert seen[-1] == 0
+
+
+# ------------------------------------------------------------------------------------- connections
+
+
+def test_an_idle_node_holds_no_connection(postgresql: Any, opened: Any) -> None:
+    backend = opened(backend_on(postgresql))
+    store = opened(SqlStore(postgresql.endpoint(), "run", timedelta(seconds=60)))
+    use_all(backend, store)
+    assert backend.wait_for_change(backend.get_state()[1], 0.01) is None
+    assert ours(postgresql, "AND state LIKE 'idle in transaction%'") == 0
+    until(lambda: ours(postgresql) == 0)
+    backend.beat("node", TTL_SECONDS, Question())
+    assert ours(postgresql) == 0, "a beat leaves none behind"
+
+
+def test_who_waits_listens_on_one_connection(postgresql: Any, opened: Any) -> None:
+    backend, other = opened(backend_on(postgresql)), opened(backend_on(postgresql))
+    _, token, _ = backend.set_state(b"0")
+    waiting = [Background(lambda: backend.wait_for_change(token, TTL_SECONDS)) for _ in range(12)]
+    until(lambda: ours(postgresql, "AND query LIKE 'LISTEN%'") == 1)
+    until(lambda: ours(postgresql) == 1)
+    started = time.monotonic()
+    found = other.set_state(b"1", token)[:2]
+    assert [each.result() for each in waiting] == [found] * len(waiting)
+    assert time.monotonic() - started < 4, "they were told, and did not merely look again"
+    until(lambda: ours(postgresql) == 0)
+
+
+def test_terminated_connections_are_replaced(postgresql: Any, opened: Any) -> None:
+    backend, other = opened(backend_on(postgresql)), opened(backend_on(postgresql))
+    _, token, _ = backend.set_state(b"0")
+
+    told: list[str] = []
+
+    def wait() -> object:
+        while True:
+            try:
+                return backend.wait_for_change(token, TTL_SECONDS)
+            except RendezvousConnectionError as error:
+                told.append(str(error))
+
+    waiting = Background(wait)
+    until(lambda: ours(postgresql, "AND query LIKE 'LISTEN%'") == 1)
+    terminate(postgresql)
+    until(lambda: ours(postgresql, "AND query LIKE 'LISTEN%'") == 1)
+    backend.get_state()
+    terminate(postgresql)
+    assert backend.get_state() == (b"0", token), "a read is asked again"
+    other.get_state()
+    terminate(postgresql)
+    found = other.set_state(b"1", token)
+    assert found[2], "a write that had not begun, too"
+    assert waiting.result() == found[:2]
+    assert 1 <= len(told) <= 4
+    assert all("terminating" in each or "closed" in each for each in told), told
+
+
+def terminate(server: Any) -> None:
+    asked(
+        server,
+        "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
+        "WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()",
+    )
+
+
+def test_where_connections_are_short_nobody_listens(postgresql: Any, opened: Any) -> None:
+    backend, other = opened(backend_on(postgresql)), opened(backend_on(postgresql))
+    _, token, _ = backend.set_state(b"0")
+    with administrator(postgresql) as connection:
+        connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT 1"))
+    try:
+        waiting = Background(lambda: backend.wait_for_change(token, TTL_SECONDS)).still_blocked()
+        found = other.set_state(b"1", token)
+        assert waiting.result() == found[:2]
+        assert ours(postgresql, "AND query LIKE 'LISTEN%'") == 0
+    finally:
+        with administrator(postgresql) as connection:
+            connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
+
+
+# ------------------------------------------------------------------------------------------- costs
+
+
+def test_costs_do_not_grow_with_the_nodes(server: Any, opened: Any) -> None:
+    joins, beats = [], []
+    for nodes in (8, 128):
+        run_id = f"{nodes} nodes"
+        crowd = backend_on(server, run_id)
+        crowd.set_state(b"document")
+        for number in range(nodes):
+            crowd.announce(Entry(f"node{number}", b"", "round"), TTL_SECONDS, Question())
+        crowd.close()
+        statements_made: list[str] = []
+        backend = opened(backend_on(server, run_id))
+        backend.open()
+        engine = backend._database._pool.engine
+
+        def count(*arguments: Any, into: list[str] = statements_made) -> None:
+            into.append(arguments[2])
+
+        sa.event.listen(engine, "before_cursor_execute", count)
+        try:
+            backend.announce(Entry("me", b"", "round"), TTL_SECONDS, Question("node0", "round"))
+            joins.append(len(statements_made))
+            statements_made.clear()
+            for _ in range(4):
+                backend.beat("me", TTL_SECONDS, Question("node0", "round"))
+            beats.append(len(statements_made))
+        finally:
+            sa.event.remove(engine, "before_cursor_execute", count)
+    assert joins[0] == joins[1]
+    assert beats[0] == beats[1] == 8
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize("code", ["40001", "40P01"])
+def test_a_refused_transaction_is_repeated(postgresql: Any, opened: Any, code: str) -> None:
+    backend = opened(backend_on(postgresql))
+    backend.open()
+    tries: list[int] = []
+
+    def work(connection: sa.Connection) -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            text = f"DO $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{code}'; END $$"
+            connection.exec_driver_sql(text)
+        return "done"
+
+    assert backend._database.write(work, lambda _: False) == "done"
+    assert len(tries) == 3
+
+
+def test_a_lock_that_somebody_holds_is_waited_for_in_time(server: Any, opened: Any) -> None:
+    backend = opened(backend_on(server, keep_alive_interval_seconds=1.0))
+    backend.announce(Entry("node", b""), TTL_SECONDS, Question())
+    with administrator(server) as connection:
+        connection.execute(sa.text("SELECT run_key FROM rdzv_runs FOR UPDATE"))
+        started = time.monotonic()
+        with pytest.raises(RendezvousConnectionError):
+            backend.announce(Entry("other", b""), TTL_SECONDS, Question())
+        assert time.monotonic() - started < 6
+    backend.announce(Entry("other", b""), TTL_SECONDS, Question())
+
+
+def test_errors_say_where_and_what_to_do_and_no_secret(server: Any, opened: Any) -> None:
+    host, port = server.address
+    refused = opened(SqlBackend(f"{server.backend}://u:hunter22@{host}:{port}/rdzv", "run"))
+    with pytest.raises(RendezvousConnectionError) as caught:
+        refused.open()
+    assert "hunter22" not in str(caught.value)
+    assert f"{host}:{port}" in str(caught.value)
+    assert "password_file" in str(caught.value)
+    nobody = opened(SqlBackend(f"{server.backend}://u:hunter22@127.0.0.1:1/rdzv", "run"))
+    with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1") as caught:
+        nobody.get_state()
+    assert "hunter22" not in str(caught.value)
+    assert nobody.route() == ("127.0.0.1", 1)
+
+
+def test_a_password_can_come_from_a_file(server: Any, opened: Any) -> None:
+    url = sa.make_url(server.endpoint())
+    bare = url.set(password=None).render_as_string()
+    backend = SqlBackend(bare, "run", SqlOptions(password=url.password))
+    opened(backend).open()
+    assert "password" not in repr(SqlOptions(password=url.password))
+
+
+def test_closing_ends_a_wait(server: Any, opened: Any) -> None:
+    backend = opened(backend_on(server))
+    backend.open()
+    waiting = Background(lambda: backend.wait_for_change(None, TTL_SECONDS)).still_blocked()
+    backend.close()
+    with pytest.raises(RendezvousConnectionError, match="closed while waiting"):
+        waiting.result()
+    assert backend.get_state() is None, "it opens anew"
+
+
+def test_a_connection_that_is_given_up_is_closed(postgresql: Any, opened: Any) -> None:
+    """Even while somebody keeps the error, and before garbage is collected."""
+    with Proxy(postgresql.address) as proxy:
+        host, port = proxy.address
+        options = SqlOptions(read_timeout_seconds=0.5)
+        backend = opened(SqlBackend(f"postgresql://rdzv:rdzv@{host}:{port}/rdzv", "run", options))
+        proxy.black_hole()
+        gc.disable()
+        try:
+            with pytest.raises(RendezvousConnectionError) as caught:
+                backend.get_state()
+            proxy.heal()
+            until(lambda: not proxy.open_connections)
+        finally:
+            gc.enable()
+        assert caught.value
