@@ -351,6 +351,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def _pulse(self, answer: Any, question: Question, *, present: bool) -> Pulse:
         version, roster, live, peer, confirmed = (range_of(answer, at) for at in range(-5, 0))
         token, age = None, None
+        self._ages.listen()
         if version.kvs:
             kv = version.kvs[0]
             mark = _MARK.fullmatch(kv.value)

@@ -55,7 +55,6 @@ class StateAges:
 
     def age_seconds(self, token: str, revision: int, lease: int, granted_seconds: int) -> float:
         """The age of the document, the newest now. Raises ``RendezvousConnectionError``."""
-        self._listen()
         with self._changed:
             if token not in self._heard and 0 < self._since_revision <= revision:
                 self._changed.wait_for(lambda: token in self._heard, HEARING_SECONDS_MAX)
@@ -73,7 +72,8 @@ class StateAges:
         written_at = checked_at if heard_at is None else min(heard_at, checked_at)
         return max(0.0, time.monotonic() - written_at)
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
+        """Hear of writes from now on, if that is not so already."""
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(

@@ -42,6 +42,8 @@ from rdzv.errors import RendezvousConnectionError, mask_secrets, secrets_in
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.1
+TRIES_OF_A_MEMBER_MAX = 2
+"""Of connecting, in one call: whoever asked has a better idea of how long to try."""
 PING_SECONDS, PING_ANSWER_SECONDS = 7.0, 3.0
 """etcd ends connections that ping it more often than every five seconds."""
 WATCH_SECONDS_MAX = 3600.0
@@ -299,7 +301,7 @@ class EtcdConnections:
     ) -> Any:
         """A call of etcd's API. Raises ``RendezvousConnectionError``, :class:`Refused`."""
         deadline = time.monotonic() + (seconds or self.options.request_seconds)
-        logged_in = False
+        logged_in, refusals = False, 0
         while True:
             link, left = self._link(), max(deadline - time.monotonic(), 0.001)
             try:
@@ -313,10 +315,15 @@ class EtcdConnections:
                 if LEASE_MISSING in details or "lease already exists" in details:
                     raise Refused(details) from error
                 self._failed(link, error)
-                was_sent = "failed to connect" not in details
+                was_refused = "failed to connect" in details
+                refusals += was_refused
                 pause = PAUSE_SECONDS * random.uniform(0.5, 1.5)
-                again = (reads or not was_sent) and _may_pass(error)
-                if not again or time.monotonic() + pause >= deadline:
+                again = (reads or was_refused) and _may_pass(error)
+                if (
+                    not again
+                    or refusals >= TRIES_OF_A_MEMBER_MAX * len(self._cluster.members)
+                    or time.monotonic() + pause >= deadline
+                ):
                     self._raise(error)
                 time.sleep(pause)
             except ValueError as error:  # the channel was closed by another thread

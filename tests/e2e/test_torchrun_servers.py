@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from integration.etcd_targets import EtcdTarget
 from integration.server_targets import RedisTarget
 
 from rdzv.conformance.plugin import server_or_not_run
@@ -18,5 +19,14 @@ class TestRedisTorchrun(TorchrunSuite):
     def target(self, request: pytest.FixtureRequest) -> Iterator[Target]:
         server = server_or_not_run(request, "redis")
         target = RedisTarget(server, read_timeout="60")
+        yield target
+        target.close()
+
+
+@marked(pytest.mark.full, "torchrun")
+class TestEtcdTorchrun(TorchrunSuite):
+    @pytest.fixture
+    def target(self, request: pytest.FixtureRequest) -> Iterator[Target]:
+        target = EtcdTarget(server_or_not_run(request, "etcd"), read_timeout="60")
         yield target
         target.close()

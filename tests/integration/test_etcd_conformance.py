@@ -21,7 +21,7 @@ from rdzv.conformance.target import Target
 from .etcd_targets import EtcdTarget
 
 NO_CLOCK = "etcd tells when a lease ends only to those who ask for it by its number"
-GRPC_CLOCK = "gRPC's deadlines rest on time.time(), which the clause sets for Python, not for its core"
+GRPC_CLOCK = "gRPC's deadlines rest on time.time(), which the clause sets for Python alone"
 
 
 class _Etcd:
@@ -32,20 +32,24 @@ class _Etcd:
         target.close()
 
 
+@marked(pytest.mark.full, "faults", "concurrency")
 class TestEtcdBackend(_Etcd, BackendSuite):
     pass
 
 
+@marked(pytest.mark.full, "faults")
 @deviates("the_next_expiry_is_told", NO_CLOCK)
 @deviates("the_clock_of_this_machine_expires_nobody", GRPC_CLOCK)
 class TestEtcdRoster(_Etcd, RosterSuite):
     pass
 
 
+@marked(pytest.mark.full, "faults")
 class TestEtcdWatch(_Etcd, WatchSuite):
     pass
 
 
+@marked(pytest.mark.full, "faults", "concurrency")
 class TestEtcdStore(_Etcd, StoreSuite):
     pass
 
