@@ -47,6 +47,8 @@ TRIES_OF_A_MEMBER_MAX = 2
 PING_SECONDS, PING_ANSWER_SECONDS = 7.0, 3.0
 """etcd ends connections that ping it more often than every five seconds."""
 WATCH_SECONDS_MAX = 3600.0
+REFRESH_SHARE = 0.2
+"""Of the time that a lease lives: so often is it kept alive."""
 FAMILY_MODULE = "pyetcd"
 METHODS = {
     "Range": ("KV", "RangeRequest", "RangeResponse"),
@@ -118,7 +120,8 @@ class EtcdConnections:
         self._token: str | None = None
         self._process = os.getpid()
         self._closings = 0
-        self._refreshed_at: float | None = None
+        self._refresh_at = 0.0
+        self._has_warned = False
 
     def route(self) -> tuple[str, int]:
         """Host and port of the first member."""
@@ -239,17 +242,32 @@ class EtcdConnections:
 
     def refresh(self) -> None:
         """A sign of life for the run's keys, if it is time for one."""
-        due = self._refreshed_at
-        if due is None or time.monotonic() >= due + self.options.refresh_seconds:
-            self.keep_alive(self.run_lease)
-            self._refreshed_at = time.monotonic()
+        now = time.monotonic()
+        if now >= self._refresh_at:
+            self._next_refresh(now, self.keep_alive(self.run_lease))
 
     def _make_run_lease(self) -> None:
         seconds = self.options.lease_seconds
         request = self.messages.LeaseGrantRequest(TTL=seconds, ID=self.run_lease)
+        now = time.monotonic()
         with contextlib.suppress(Refused):  # somebody else made it
-            self.call("LeaseGrant", request, reads=True)
-        self._refreshed_at = time.monotonic()
+            self._next_refresh(now, self.call("LeaseGrant", request, reads=True).TTL)
+
+    def _next_refresh(self, now: float, lives_seconds: int) -> None:
+        """When the run's lease, which may be another node's, is to be kept alive again."""
+        if lives_seconds <= 0:
+            return
+        self._refresh_at = now + lives_seconds * REFRESH_SHARE
+        if lives_seconds < self.options.lease_seconds and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "etcd at %s: another node has given this run's keys only %d s to outlive its nodes "
+                "where this one wants %d: give all of them the same outage_timeout and "
+                "closed_grace.",
+                self.endpoint,
+                lives_seconds,
+                self.options.lease_seconds,
+            )
 
     # ------------------------------------------------------------------------ operations
 

@@ -64,15 +64,10 @@ class EtcdOptions:
         return self.outage_timeout_seconds + self.closed_grace_seconds
 
     @property
-    def refresh_seconds(self) -> float:
-        """How often a sign of life is given at most."""
-        return self.lifetime_seconds / 4
-
-    @property
     def lease_seconds(self) -> int:
-        """The time to live of the run's lease: whole seconds, as etcd counts, and so long that
-        the last sign of life that was given is enough."""
-        return math.ceil(self.lifetime_seconds + self.refresh_seconds) + 1
+        """The time to live of the run's lease: whole seconds, as etcd counts, and a quarter more
+        than asked for, since not every sign of life is passed on."""
+        return math.ceil(self.lifetime_seconds * 1.25) + 1
 
     @classmethod
     def from_settings(cls, settings: Settings, config: Mapping[str, Any]) -> EtcdOptions:

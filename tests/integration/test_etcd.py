@@ -33,7 +33,7 @@ from rdzv.errors import (
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
-from .etcd_servers import metric
+from .etcd_servers import EtcdProcess, metric
 
 SHORT_LIFE = EtcdOptions(outage_timeout_seconds=0.4, closed_grace_seconds=0.1)
 TTL_SECONDS = 60.0
@@ -111,6 +111,7 @@ def until(condition: Any) -> None:
         threading.Event().wait(0.1)
 
 
+@pytest.mark.full
 def test_every_key_has_a_lease_and_is_gone_after_it(server: Any, raw: Any, opened: Any) -> None:
     backend = EtcdRendezvousBackend(server.endpoint(), "run", SHORT_LIFE)
     store = EtcdStore(server.endpoint(), "run", options=SHORT_LIFE)
@@ -143,6 +144,90 @@ def test_beats_keep_the_keys_of_the_store_and_write_nothing(
         threading.Event().wait(0.1)
     assert keys_of(raw) == before
     assert raw.get_response("x").header.revision == revision
+
+
+@pytest.mark.full
+def test_a_lease_that_another_node_made_is_kept_by_its_own_time(
+    server: Any, raw: Any, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    hasty = EtcdRendezvousBackend(server.endpoint(), "run", SHORT_LIFE)
+    hasty.announce(Entry("hasty", b""), TTL_SECONDS, Question())
+    hasty.close()
+    patient = opened(EtcdRendezvousBackend(server.endpoint(), "run"))
+    _, token, _ = patient.set_state(b"1")
+    assert "the same outage_timeout" in caplog.text
+    end = time.monotonic() + 6.0
+    while time.monotonic() < end:
+        assert patient.beat("patient", TTL_SECONDS, Question()).token == token
+        threading.Event().wait(0.1)
+
+
+@pytest.mark.full
+def test_a_forked_process_makes_connections_of_its_own(server: Any, opened: Any) -> None:
+    program = (
+        "import os, sys\n"
+        "from rdzv.backends.etcd import EtcdRendezvousBackend\n"
+        "backend = EtcdRendezvousBackend(sys.argv[1], 'forked')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    backend.set_state(b'by the child')\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert backend.get_state()[0] == b'by the child'\n"
+    )
+    command = [sys.executable, "-c", program, server.endpoint()]
+    subprocess.run(command, timeout=60, check=True)
+
+
+@pytest.mark.full
+def test_an_outage_costs_little(tmp_path: Path, opened: Any) -> None:
+    process = EtcdProcess(tmp_path)
+    with contextlib.closing(process):
+        backend = opened(EtcdRendezvousBackend(process.endpoint(), "run"))
+        _, token, _ = backend.set_state(b"1")
+        backend.announce(Entry("node", b""), TTL_SECONDS, Question())
+        process.kill()
+        with contextlib.suppress(RendezvousConnectionError):
+            backend.beat("node", TTL_SECONDS, Question())
+        threads, processor, started = (
+            threading.active_count(),
+            time.process_time(),
+            time.monotonic(),
+        )
+        while time.monotonic() < started + 15.0:
+            with contextlib.suppress(RendezvousConnectionError):
+                backend.beat("node", TTL_SECONDS, Question())
+            threading.Event().wait(1.0)
+            assert threading.active_count() <= threads + 1, "gRPC's, while it looks"
+        share = (time.process_time() - processor) / (time.monotonic() - started)
+        assert share < 0.05, share
+        process.restart(keep_data=True)
+
+        def is_back() -> bool:
+            with contextlib.suppress(RendezvousConnectionError):
+                return bool(backend.beat("node", TTL_SECONDS, Question()).token == token)
+            return False
+
+        until(is_back)
+
+
+def test_a_server_without_space_says_so_and_beats_go_on(tmp_path: Path, opened: Any) -> None:
+    with contextlib.closing(EtcdProcess(tmp_path, "--quota-backend-bytes=8388608")) as process:
+        backend = opened(EtcdRendezvousBackend(process.endpoint(), "run"))
+        backend.announce(Entry("node", b""), TTL_SECONDS, Question())
+        token = None
+
+        def fill() -> None:
+            nonlocal token
+            for _ in range(30):
+                token = backend.set_state(random.Random(1).randbytes(900_000), token)[1]
+
+        with pytest.raises(RendezvousConnectionError, match="alarm disarm"):
+            fill()
+        assert backend.beat("node", TTL_SECONDS, Question()).token == token
+        store = opened(EtcdStore(process.endpoint(), "run", timedelta(seconds=1)))
+        with pytest.raises(dist.DistNetworkError, match="alarm disarm"):
+            store.set("k", "v")
 
 
 def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
@@ -445,6 +530,7 @@ def test_a_server_of_ones_own(tmp_path: Path) -> None:
         again.stop()
 
 
+@pytest.mark.full
 def test_a_server_of_ones_own_ends_with_the_program() -> None:
     program = (
         "from rdzv.backends.etcd_server import EtcdServer\n"
