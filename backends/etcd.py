@@ -11,8 +11,8 @@ Theory. Every operation on the records is one transaction. Below the run's prefi
   counting, under the same lease; ``g/<node>`` are tombstones.
 * ``r``, written with every change of the roster: its revision is the roster's.
 
-``r`` and ``s`` are neighbours, so one watch hears of both. Who waits looks first and watches from
-the revision of that look on, so nothing is missed; a watch tells the new document itself.
+``r`` and ``s`` are neighbours, so one watch hears of both. Who waits looks once its watch is there,
+so nothing is missed; a watch tells the new document itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.etcd_age import StateAges
-from rdzv.backends.etcd_client import EtcdConnections, end_of, range_of
+from rdzv.backends.etcd_client import EtcdConnections, Refused, end_of, range_of
 from rdzv.backends.etcd_options import EtcdOptions
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
@@ -40,7 +40,7 @@ TRIES_MAX = 8
 PAUSE_SECONDS = 0.1
 LABEL_DIGEST_CHARACTERS = 32
 PROBE_SECONDS = 10
-_MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<seconds>\d{1,10})")
+_MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<left_ms>\d{1,13})")
 _TOKEN = re.compile(rf"(?P<revision>\d{{1,19}}):(?P<mark>{_MARK.pattern.decode()})")
 
 
@@ -99,8 +99,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         """Connect, and try all that is needed later. Raises ``RendezvousConnectionError``."""
         etcd = self._etcd
         lease, _ = etcd.grant(PROBE_SECONDS)
-        etcd.transact((), [etcd.put(etcd.base + b"t", b"", lease)], reads=True)
-        etcd.read(etcd.get(etcd.base, end_of(etcd.base), count_only=True))
+        read = etcd.get(etcd.base, end_of(etcd.base), count_only=True)
+        etcd.transact((), [etcd.put(etcd.base + b"t", b"", lease), read], reads=True)
 
     # -------------------------------------------------------------------------- the document
 
@@ -110,21 +110,24 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        etcd, state = self._etcd, bytes(state)
         compare = self._unchanged(token)
         if compare is None:  # a token that was never ours: the write has lost
             found = self.get_state()
             return None if found is None else (*found, False)
-        seconds = etcd.options.lease_seconds
-        lease, granted = etcd.grant(seconds)
-        mark = f"{uuid.uuid4().hex} {lease} {granted}".encode()
+        return self._write_state(compare, bytes(state))
+
+    def _write_state(
+        self, compare: list[Any], state: bytes, *, again: bool = False
+    ) -> tuple[bytes, Token, bool] | None:
+        lease, left_ms = self._ages.clock()
+        mark = f"{uuid.uuid4().hex} {lease} {left_ms}".encode()
         try:
-            answer = etcd.write(
-                compare,
-                [etcd.put(self._state, mark + b"\n" + state), etcd.put(self._version, mark)],
-                [etcd.get(self._state)],
-            )
-        except RendezvousConnectionError:
+            answer = self._put_state(compare, mark, state, lease)
+        except RendezvousConnectionError as error:
+            self._ages.forget_clock()
+            if isinstance(error.__cause__, Refused) and not again:
+                # Nothing was written: the clock's lease is gone, with all other data.
+                return self._write_state(compare, state, again=True)
             # The answer may have been lost, not the write: whose is the one that holds?
             found = self.get_state()
             if found is None or not str(found[1]).endswith(f":{mark.decode()}"):
@@ -137,30 +140,45 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         self._ages.heard(written)
         return state, written, True
 
+    def _put_state(self, compare: list[Any], mark: bytes, state: bytes, lease: int) -> Any:
+        etcd = self._etcd
+        return etcd.write(
+            compare,
+            [
+                etcd.put(self._state, mark + b"\n" + state),
+                etcd.put(self._version, mark),
+                # Refused where the clock's lease is gone, and the mark would tell a wrong age.
+                etcd.put(etcd.base + b"c", b"", lease),
+            ],
+            [etcd.get(self._state)],
+        )
+
     def wait_for_change(
         self, token: Token | None, timeout_seconds: float, revision: Any = None
     ) -> tuple[bytes, Token] | None:
         deadline, closings = time.monotonic() + timeout_seconds, self._etcd.closings
         unchanged = self._unchanged(token)
         while True:
-            is_over, found, since = self._compare(unchanged, revision)
             left = deadline - time.monotonic()
-            if is_over or left <= 0:
-                return found
+            if left <= 0:
+                return self._compare(unchanged, revision)[1]
             try:
-                is_over, found = self._hear(unchanged, revision, since, left)
+                is_over, found = self._hear(unchanged, revision, left, closings)
                 if is_over:
                     return found
             except RendezvousConnectionError:
                 # Else look: whoever cannot be asked says so then.
                 self._etcd.check_open(closings)
+                is_over, found = self._compare(unchanged, revision)
+                if is_over:
+                    return found
                 time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
             self._etcd.check_open(closings)
 
     def _compare(
         self, unchanged: list[Any] | None, revision: Any
-    ) -> tuple[bool, tuple[bytes, Token] | None, int]:
-        """Whether there is anything new, the document if it is, and until when that holds."""
+    ) -> tuple[bool, tuple[bytes, Token] | None]:
+        """Whether there is anything new, and the document if it is."""
         etcd = self._etcd
         roster, state = etcd.get(self._roster), etcd.get(self._state)
         if unchanged is None:
@@ -168,24 +186,26 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         else:
             looked = etcd.transact(unchanged, [roster], [roster, state], reads=True)
         if unchanged is None or not looked.succeeded:
-            return True, self._document(range_of(looked, 1)), looked.header.revision
+            return True, self._document(range_of(looked, 1))
         is_new = revision is not None and self._revision(range_of(looked, 0)) != revision
-        return is_new, None, looked.header.revision
+        return is_new, None
 
     def _hear(
-        self, unchanged: list[Any] | None, revision: Any, since: int, left: float
+        self, unchanged: list[Any] | None, revision: Any, left: float, closings: int
     ) -> tuple[bool, tuple[bytes, Token] | None]:
-        """The same after a change, or for a while without one."""
+        """The same now or after a change, or nothing for a while: watch, then look, then wait."""
         first, end = self._state, None
         if revision is not None:
             first, end = self._roster, self._state + b"\0"
         seconds = min(left, WAIT_SLICE_SECONDS_MAX)
-        for event in self._etcd.watch(first, end, since + 1, seconds, puts=False):
-            if event is not None and event.type == event.PUT and event.kv.key == self._state:
+        watch = self._etcd.watch(first, end, 0, seconds, puts=False, closings=closings)
+        for event in watch:
+            is_told = not isinstance(event, int) and event.type == event.PUT
+            if is_told and event.kv.key == self._state:
                 found = self._told(event.kv)
                 self._ages.heard(found[1])
                 return True, found
-            is_over, told, _ = self._compare(unchanged, revision)
+            is_over, told = self._compare(unchanged, revision)
             if is_over:
                 return True, told
         return False, None
@@ -248,7 +268,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             now = self._row(node_id, range_of(answer, 0))
             if now is None or (is_kept and now == row):
                 self._remember(node_id, now)
-                return self._pulse(answer, question, present=now is not None)
+                return self._pulse(answer, question, present=now is not None, beats=True)
             # Somebody else has announced it, or it is to live for another time.
             row, is_kept = now, self._keep(now, seconds)
             if not is_kept:
@@ -348,10 +368,13 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             etcd.get(label, end_of(label), count_only=True),
         ]
 
-    def _pulse(self, answer: Any, question: Question, *, present: bool) -> Pulse:
+    def _pulse(
+        self, answer: Any, question: Question, *, present: bool, beats: bool = False
+    ) -> Pulse:
         version, roster, live, peer, confirmed = (range_of(answer, at) for at in range(-5, 0))
         token, age = None, None
-        self._ages.listen()
+        if beats:  # who waits hears of writes by its wait
+            self._ages.listen()
         if version.kvs:
             kv = version.kvs[0]
             mark = _MARK.fullmatch(kv.value)
@@ -359,7 +382,11 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 raise self._foreign("a version")
             token = self._version_token(kv)
             age = self._ages.age_seconds(
-                token, kv.mod_revision, int(mark["lease"]), int(mark["seconds"])
+                token,
+                kv.mod_revision,
+                int(mark["lease"]),
+                int(mark["left_ms"]),
+                thoroughly=beats,
             )
         return Pulse(
             token=token,

@@ -1,8 +1,8 @@
 """How old a document is, on a server that shows nobody its clock.
 
-Theory. etcd's only clock is that of its leases. So every write of the document starts one, on
-which nothing hangs, and what it has left tells the age of the document, in whole seconds and never
-too old: a new leader, and a restart, give leases all their time again.
+Theory. etcd's only clock is that of its leases. So who writes documents has one, which is never
+kept alive, and notes in the document what it had left. What it has left later tells the age, in
+whole seconds and never too old: a new leader, and a restart, give leases all their time again.
 
 Agents that are to act together need more than whole seconds. So who beats hears of writes by a
 watch, and counts by its own monotonic clock from then on. What the lease tells corrects a process
@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from rdzv.backends.etcd_client import WATCH_SECONDS_MAX, EtcdConnections
@@ -26,6 +27,15 @@ TOKENS_REMEMBERED = 16
 HEARING_SECONDS_MAX = 0.1
 """So long a pulse waits for the watch to tell of a write that the pulse has seen."""
 PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    lease: int
+    seconds: int
+    granted_at: float
+    term: int
+    """A leader that comes later gives the lease all its time again."""
 
 
 class StateAges:
@@ -41,6 +51,7 @@ class StateAges:
         self._changed = threading.Condition()
         self._heard: OrderedDict[str, float] = OrderedDict()
         self._checked: OrderedDict[str, float] = OrderedDict()
+        self._clock: _Clock | None = None
         self._since_revision = 0
         """From there on the watch tells of every write; 0 while there is none."""
         self._thread: threading.Thread | None = None
@@ -53,17 +64,43 @@ class StateAges:
                 self._heard.popitem(last=False)
             self._changed.notify_all()
 
-    def age_seconds(self, token: str, revision: int, lease: int, granted_seconds: int) -> float:
-        """The age of the document, the newest now. Raises ``RendezvousConnectionError``."""
+    def clock(self) -> tuple[int, int]:
+        """A lease of this process that nothing hangs on but a sign that it is there, and how many
+        milliseconds it has left now. Raises ``RendezvousConnectionError``."""
+        now = time.monotonic()
+        with self._changed:
+            clock = self._clock
+        is_ours = clock is not None and clock.term == self._etcd.term
+        if clock is None or not is_ours or now - clock.granted_at > clock.seconds / 2:
+            lease, seconds = self._etcd.grant(self._etcd.options.lease_seconds)
+            # From before the request: rather too much has passed than too little.
+            clock = _Clock(lease, seconds, now, self._etcd.term)
+            with self._changed:
+                self._clock = clock
+        return clock.lease, round((clock.seconds - (time.monotonic() - clock.granted_at)) * 1000)
+
+    def forget_clock(self) -> None:
+        """The lease of :meth:`clock` is gone, or has been given all its time again."""
+        with self._changed:
+            self._clock = None
+
+    def age_seconds(
+        self, token: str, revision: int, lease: int, left_ms: int, *, thoroughly: bool
+    ) -> float:
+        """The age of the document, the newest now, of which the lease had so much left when it
+        was written. Only ``thoroughly`` corrects what was heard late; that costs a request for
+        each document. Raises ``RendezvousConnectionError``."""
         with self._changed:
             if token not in self._heard and 0 < self._since_revision <= revision:
                 self._changed.wait_for(lambda: token in self._heard, HEARING_SECONDS_MAX)
             heard_at = self._heard.get(token)
             checked_at = self._checked.get(token)
-        if checked_at is None:
+        if heard_at is not None and not thoroughly:
+            checked_at = heard_at
+        elif checked_at is None:
             left = self._etcd.seconds_left(lease)
             # What is left was rounded down.
-            passed = granted_seconds if left < 0 else max(0, granted_seconds - left - 1)
+            passed = left_ms / 1000 if left < 0 else max(0.0, left_ms / 1000 - left - 1)
             checked_at = time.monotonic() - passed
             with self._changed:
                 self._checked[token] = checked_at
@@ -86,7 +123,7 @@ class StateAges:
         try:
             while self._etcd.closings == closings:
                 with suppress(RendezvousError):
-                    self._hear()
+                    self._hear(closings)
                 with self._changed:
                     # What is written from here on would be heard late: the lease tells better.
                     self._since_revision = 0
@@ -96,11 +133,12 @@ class StateAges:
             with self._changed:
                 self._since_revision, self._thread = 0, None
 
-    def _hear(self) -> None:
-        answer = self._etcd.read(self._etcd.get(self._key, keys_only=True))
-        since = answer.header.revision + 1
-        with self._changed:
-            self._since_revision = since
-        for event in self._etcd.watch(self._key, None, since, WATCH_SECONDS_MAX, puts=True):
-            if event is not None:
+    def _hear(self, closings: int) -> None:
+        for event in self._etcd.watch(
+            self._key, None, 0, WATCH_SECONDS_MAX, puts=True, closings=closings
+        ):
+            if isinstance(event, int):
+                with self._changed:
+                    self._since_revision = event + 1
+            else:
                 self.heard(self._token_of(event.kv))

@@ -120,6 +120,8 @@ class EtcdConnections:
         self._token: str | None = None
         self._process = os.getpid()
         self._closings = 0
+        self.term = 0
+        """Of the last answer: another one means another leader."""
         self._refresh_at = 0.0
         self._has_warned = False
 
@@ -189,21 +191,31 @@ class EtcdConnections:
         return self.transact((), operations, reads=True, seconds=seconds)
 
     def watch(
-        self, key: bytes, range_end: bytes | None, revision: int, seconds: float, *, puts: bool
+        self,
+        key: bytes,
+        range_end: bytes | None,
+        revision: int,
+        seconds: float,
+        *,
+        puts: bool,
+        closings: int | None = None,
     ) -> Iterator[Any]:
         """The events of a range from a revision on, one by one; ends after so many seconds, and
         where the server ends it: then look again. Raises ``RendezvousConnectionError``.
 
-        The first is None where something, whatever it was, has been written since: the server
-        tells of that up to 100 ms later, so a look is faster.
+        The first may be a number: the server's revision, where something, whatever it was, has
+        been written since. The server tells of that up to 100 ms later, so a look is faster. With
+        revision 0 the watch is from now on, and the number comes always. With ``closings``
+        nothing is opened after :meth:`close`.
         """
         create = self.messages.WatchCreateRequest(
             key=key, range_end=range_end or b"", start_revision=revision
         )
         if puts:
             create.filters.append(self.messages.WatchCreateRequest.NODELETE)
-        link, request = self._link(), self.messages.WatchRequest(create_request=create)
+        link, request = self._link(closings), self.messages.WatchRequest(create_request=create)
         stream: Any = None
+        is_there = False
         try:
             metadata = (*self._metadata(link), ("hasleader", "true"))
             stream = link.call("Watch", request, min(seconds, WATCH_SECONDS_MAX), metadata)
@@ -211,11 +223,13 @@ class EtcdConnections:
                 if response.canceled:
                     self._watch_was_refused(response.cancel_reason)
                     return
+                is_there = True
                 if response.created and response.header.revision >= revision:
-                    yield None
+                    yield int(response.header.revision)
                 yield from response.events
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            is_over = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if is_over and (is_there or seconds < self.options.request_seconds):
                 return
             self._failed(link, error)
             self._raise(error)
@@ -324,7 +338,9 @@ class EtcdConnections:
             link, left = self._link(), max(deadline - time.monotonic(), 0.001)
             try:
                 metadata = self._metadata(link)
-                return link.call(method, request, self._attempt_seconds(left), metadata)
+                answer = link.call(method, request, self._attempt_seconds(left), metadata)
+                self.term = answer.header.raft_term
+                return answer
             except grpc.RpcError as error:
                 details = str(error.details())
                 if not logged_in and any(text in details for text in TOKEN_REFUSED):
@@ -380,8 +396,10 @@ class EtcdConnections:
             self._token = token
         return (("token", token),) if token else ()
 
-    def _link(self) -> _Link:
+    def _link(self, closings: int | None = None) -> _Link:
         with self._lock:
+            if closings is not None:
+                self.check_open(closings)
             if self._process != os.getpid():  # its threads and sockets are the parent's
                 self._process, self._links, self._token = os.getpid(), {}, None
             if self._client is not None:

@@ -323,7 +323,8 @@ class EtcdClient(StoreClient):
         seconds, closings = min(seconds, WAIT_SLICE_SECONDS_MAX), self._etcd.closings
         try:
             for event in self._etcd.watch(first, end, revision + 1, seconds, puts=True):
-                written = self._written_since(first, end, revision) if event is None else [event.kv]
+                is_late = isinstance(event, int)
+                written = self._written_since(first, end, revision) if is_late else [event.kv]
                 if awaited is None and written:
                     return
                 for kv in written:
