@@ -240,7 +240,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     # ---------------------------------------------------------------------------- the roster
 
     def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
-        seconds = _whole(ttl_seconds)
+        seconds, runs = _whole(ttl_seconds), bool(entry.round_label)
         node, row = entry.node_id, self._rows.get(entry.node_id)
         for _ in range(TRIES_MAX):
             is_kept = row is not None and self._keep(row, seconds)
@@ -248,7 +248,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 answer = self._look(node, question)
                 now = self._row(node, range_of(answer, 0))
                 if now == row:
-                    return self._pulse(answer, question, present=True)
+                    return self._pulse(answer, question, True, runs)
                 row = now
                 continue
             lease = row.lease if row is not None and is_kept else self._grant(seconds)
@@ -256,7 +256,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             answer = self._put(entry, row, lease, question, has_changed)
             if answer.succeeded:
                 self._rows[node] = _Row(entry, answer.header.revision, lease)
-                return self._pulse(answer, question, present=True)
+                return self._pulse(answer, question, True, runs)
             row = self._row(node, range_of(answer, 0))
         raise self._restless(node)
 
@@ -268,7 +268,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             now = self._row(node_id, range_of(answer, 0))
             if now is None or (is_kept and now == row):
                 self._remember(node_id, now)
-                return self._pulse(answer, question, present=now is not None, beats=True)
+                return self._pulse(answer, question, now is not None, True)
             # Somebody else has announced it, or it is to live for another time.
             row, is_kept = now, self._keep(now, seconds)
             if not is_kept:
@@ -368,12 +368,10 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             etcd.get(label, end_of(label), count_only=True),
         ]
 
-    def _pulse(
-        self, answer: Any, question: Question, *, present: bool, beats: bool = False
-    ) -> Pulse:
+    def _pulse(self, answer: Any, question: Question, present: bool, listens: bool) -> Pulse:
         version, roster, live, peer, confirmed = (range_of(answer, at) for at in range(-5, 0))
         token, age = None, None
-        if beats:  # who waits hears of writes by its wait
+        if listens:  # who waits, and does not run yet, hears of writes by its wait
             self._ages.listen()
         if version.kvs:
             kv = version.kvs[0]
@@ -386,7 +384,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 kv.mod_revision,
                 int(mark["lease"]),
                 int(mark["left_ms"]),
-                thoroughly=beats,
+                thoroughly=listens,
             )
         return Pulse(
             token=token,

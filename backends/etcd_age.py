@@ -1,8 +1,8 @@
 """How old a document is, on a server that shows nobody its clock.
 
 Theory. etcd's only clock is that of its leases. So who writes documents has one, which is never
-kept alive, and notes in the document what it had left. What it has left later tells the age, in
-whole seconds and never too old: a new leader, and a restart, give leases all their time again.
+kept alive, and notes in the document what it had left. What it has left later tells the age, to a
+second. A new leader, and a restart, give leases all their time again: then it seems younger.
 
 Agents that are to act together need more than whole seconds. So who beats hears of writes by a
 watch, and counts by its own monotonic clock from then on. What the lease tells corrects a process
@@ -96,18 +96,24 @@ class StateAges:
             heard_at = self._heard.get(token)
             checked_at = self._checked.get(token)
         if heard_at is not None and not thoroughly:
-            checked_at = heard_at
-        elif checked_at is None:
-            left = self._etcd.seconds_left(lease)
-            # What is left was rounded down.
-            passed = left_ms / 1000 if left < 0 else max(0.0, left_ms / 1000 - left - 1)
-            checked_at = time.monotonic() - passed
-            with self._changed:
-                self._checked[token] = checked_at
-                while len(self._checked) > TOKENS_REMEMBERED:
-                    self._checked.popitem(last=False)
-        written_at = checked_at if heard_at is None else min(heard_at, checked_at)
-        return max(0.0, time.monotonic() - written_at)
+            return time.monotonic() - heard_at
+        if checked_at is None:
+            checked_at = self._check(token, lease, left_ms)
+        if heard_at is None:
+            # To the second, and rather too old: a closed run is not held up.
+            return max(0.0, time.monotonic() - checked_at)
+        # What is certain, even if it was heard late.
+        return time.monotonic() - min(heard_at, checked_at + 1.0)
+
+    def _check(self, token: str, lease: int, left_ms: int) -> float:
+        """Since when the document is there at most, by its lease, which is rounded down."""
+        left = max(0, self._etcd.seconds_left(lease))
+        checked_at = time.monotonic() - (left_ms / 1000 - left)
+        with self._changed:
+            self._checked[token] = checked_at
+            while len(self._checked) > TOKENS_REMEMBERED:
+                self._checked.popitem(last=False)
+        return checked_at
 
     def listen(self) -> None:
         """Hear of writes from now on, if that is not so already."""

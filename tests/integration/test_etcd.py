@@ -245,7 +245,7 @@ def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
         }
         before = handled(server)
         for name, node in newcomers.items():
-            node.announce(Entry(name, b"", "round"), TTL_SECONDS, Question("node0", "round"))
+            node.announce(Entry(name, b""), TTL_SECONDS, Question("node0", "round"))
         joined = handled(server)
         for name, node in newcomers.items():
             node.beat(name, TTL_SECONDS, Question("node0", "round"))
