@@ -115,6 +115,7 @@ def test_wrong_credentials_are_told_at_start(guarded: str, opened: Any, credenti
     assert "hunter22" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_token_that_expires_is_renewed(guarded: str, opened: Any) -> None:
     endpoint = f"etcd://rdzv:secret@{guarded}"
     backend = opened(EtcdRendezvousBackend(endpoint, "long"))
