@@ -18,6 +18,7 @@ from pyetcd import etcdrpc  # type: ignore[import-untyped]
 from rdzv.backends.etcd_server import etcd_program
 from rdzv.conformance.process_server import ProcessServer
 from rdzv.conformance.servers.local import free_port
+from rdzv.conformance.target import Server
 from rdzv.errors import RendezvousSettingsError
 
 NAMES = "one", "two", "three"
@@ -88,6 +89,38 @@ def cluster(folder: Path) -> Iterator[list[EtcdMember]]:
             stack.enter_context(contextlib.closing(member))
             members.append(member)
         yield members
+
+
+class LeaderServer(Server):
+    """A cluster as the kit torments it: what is done is done to the member that leads then."""
+
+    technology = "etcd"
+
+    def __init__(self, members: Sequence[EtcdMember]) -> None:
+        self._members = members
+        self._victim = members[0]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._members[0].address
+
+    def endpoint(self) -> str:
+        return ";".join(member.endpoint() for member in self._members)
+
+    def pause(self) -> None:
+        self._victim = leader_of(self._members)
+        self._victim.pause()
+
+    def resume(self) -> None:
+        self._victim.resume()
+
+    def kill(self) -> None:
+        self._victim = leader_of(self._members)
+        self._victim.kill()
+
+    def restart(self, *, keep_data: bool) -> None:
+        assert keep_data, "a member without its data is no member"
+        self._victim.restart(keep_data=True)
 
 
 def told_options() -> str:

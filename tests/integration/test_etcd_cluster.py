@@ -14,12 +14,18 @@ import pytest
 
 from rdzv.backends.etcd import EtcdRendezvousBackend
 from rdzv.backends.etcd_options import EtcdOptions
+from rdzv.conformance.handler_outage_cases import (
+    nodes_outlive_a_server_that_hangs,
+    nodes_outlive_a_server_that_restarts,
+)
 from rdzv.conformance.store_kit import Background
+from rdzv.conformance.target import Target
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
-from .etcd_servers import EtcdMember, cluster, leader_of
+from .etcd_servers import EtcdMember, LeaderServer, cluster, leader_of
+from .etcd_targets import EtcdTarget
 
 TTL_SECONDS = 60.0
 RECOVERY_SECONDS_MAX = 30.0
@@ -86,6 +92,17 @@ def test_a_leader_is_lost(members: list[EtcdMember], opened: Any, fault: str) ->
     if fault == "paused":
         leader.resume()
     assert reach(backends[2].get_state) == found[:2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "clause", [nodes_outlive_a_server_that_hangs, nodes_outlive_a_server_that_restarts]
+)
+def test_running_and_waiting_nodes_outlive_the_loss_of_a_leader(
+    members: list[EtcdMember], clause: Callable[[Target], None]
+) -> None:
+    with contextlib.closing(EtcdTarget(LeaderServer(members))) as target:
+        clause(target)
 
 
 @pytest.mark.full
