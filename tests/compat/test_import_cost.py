@@ -99,13 +99,13 @@ for name, endpoint in (("sqlite", "{tmp_path}/a.db"), ("sql", "sqlite:///{tmp_pa
     made[name] = [type(handler).__module__, handler.get_backend()]
     handler.shutdown()
 try:
-    get_rendezvous_handler(RendezvousParameters("etcd-v3", "host:2379", "job", 1, 1))
+    get_rendezvous_handler(RendezvousParameters("filestore", "/tmp/f", "job", 1, 1))
 except Exception as error:
-    made["etcd-v3"] = [type(error).__module__, str(error)]
+    made["filestore"] = [type(error).__module__, str(error)]
 print(json.dumps(made))
 """
     made = report(program, tmp_path)
     assert made["sqlite"] == ["rdzv.handler", "sqlite"]
     assert made["sql"] == ["rdzv.handler", "sql"]
-    assert made["etcd-v3"][0] == "rdzv.errors"
-    assert "--rdzv-backend=etcd-v3 is not part of rdzv" in made["etcd-v3"][1]
+    assert made["filestore"][0] == "rdzv.errors"
+    assert "--rdzv-backend=filestore is not part of rdzv" in made["filestore"][1]

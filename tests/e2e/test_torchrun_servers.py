@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from integration.etcd_targets import EtcdTarget
 from integration.server_targets import RedisTarget
 from integration.sql_targets import SqlTarget
 
@@ -42,3 +43,12 @@ class TestPostgresqlTorchrun(_SqlTorchrun, TorchrunSuite):
 @marked(pytest.mark.full, "torchrun")
 class TestMysqlTorchrun(_SqlTorchrun, TorchrunSuite):
     backend = "mysql"
+
+
+@marked(pytest.mark.full, "torchrun")
+class TestEtcdTorchrun(TorchrunSuite):
+    @pytest.fixture
+    def target(self, request: pytest.FixtureRequest) -> Iterator[Target]:
+        target = EtcdTarget(server_or_not_run(request, "etcd"), read_timeout="60")
+        yield target
+        target.close()

@@ -166,7 +166,7 @@ def test_check_finds_a_backend_that_ignores_tokens(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--backend=etcd-v3",), "not part of rdzv"),
+        (("--backend=filestore",), "not part of rdzv"),
         (("--backend=sqlight",), "Did you mean sqlite"),
         (("--backend=",), "non-empty"),
         (("--backend=sqlite", "--endpoint=env:RDZV_TEST_UNSET"), "RDZV_TEST_UNSET"),

@@ -28,7 +28,7 @@ else:
     import tomli as tomllib
 
 NAMES = {"redis", "sql", "postgresql", "mysql", "sqlite", "etcd-v3", "tcpstore", "filestore"}
-BUILT = {"redis", "sql", "postgresql", "mysql", "sqlite"}
+BUILT = {"redis", "sql", "postgresql", "mysql", "sqlite", "etcd-v3"}
 
 MEMORY = """
 import torch.distributed as dist
@@ -203,38 +203,21 @@ def test_a_factory_that_returns_something_else(install: Install, returned: str, 
 
 
 @pytest.mark.parametrize(
-    ("backend", "module", "extra"),
-    [
-        ("etcd-v3", "google.protobuf", "etcd"),
-    ],
-)
-@pytest.mark.parametrize("when", ["imported", "called"])
-def test_a_missing_driver_names_the_extra(
-    install: Install, backend: str, module: str, extra: str, when: str
-) -> None:
-    missing = f"raise ModuleNotFoundError('No module named', name={module!r})"
-    indent = "" if when == "imported" else "    "
-    install(backend, f"def create_backend(params):\n    pass\n{indent}{missing}\n")
-    with pytest.raises(RendezvousSettingsError) as caught:
-        create(parameters(backend))
-    assert f"pip install 'rdzv[{extra}]'" in str(caught.value)
-    assert f"provides '{module.partition('.')[0]}'" in str(caught.value)
-    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-
-
-@pytest.mark.parametrize(
     ("backend", "driver", "extra"),
     [
         ("redis", "redis", "redis"),
         ("postgresql", "psycopg", "postgresql"),
         ("mysql", "pymysql", "mysql"),
+        ("etcd-v3", "grpc", "etcd"),
+        ("etcd-v3", "pyetcd", "etcd"),
+        ("etcd-v3", "google.protobuf", "etcd"),
     ],
 )
 def test_our_own_backends_name_the_extra(
     monkeypatch: pytest.MonkeyPatch, backend: str, driver: str, extra: str
 ) -> None:
     for name in list(sys.modules):
-        if name.startswith(("rdzv.backends.", "rdzv.stores.")) and driver in name:
+        if name.startswith((f"rdzv.backends.{extra}", f"rdzv.stores.{extra}", "pyetcd")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, driver, None)
     with pytest.raises(RendezvousSettingsError, match=rf"pip install 'rdzv\[{extra}\]'"):

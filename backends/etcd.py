@@ -1,0 +1,458 @@
+"""The etcd v3 backend: a document beside its version, an entry for each node under its own lease.
+
+Theory. Every operation on the records is one transaction. Below the run's prefix are:
+
+* ``s``, the document behind its mark, and ``v``, the mark alone, written together. The mark names
+  the write; it and the revision are the token. The revision orders; the mark makes a token unusable
+  after its document was lost and made anew, and lets a writer whose answer was lost recognise its
+  own write by reading again. ``v`` is what a pulse reads, for it has a constant size.
+* ``n/<node>``, the entries, each under a lease of its node: a beat keeps it alive and writes
+  nothing. Who arrived first was created first, as etcd counts. ``l/<label>/<node>`` is there for
+  counting, under the same lease; ``g/<node>`` are tombstones.
+* ``r``, written with every change of the roster: its revision is the roster's.
+
+``r`` and ``s`` are neighbours, so one watch hears of both. Who waits looks once its watch is there,
+so nothing is missed; a watch tells the new document itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from rdzv.backends.etcd_age import StateAges
+from rdzv.backends.etcd_client import EtcdConnections, Refused, end_of, range_of
+from rdzv.backends.etcd_options import EtcdOptions
+from rdzv.errors import RendezvousConnectionError, RendezvousStateError
+from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
+
+WAIT_SLICE_SECONDS_MAX = 5.0
+"""A longer wait looks in between, in case that a watch has died without a word."""
+TRIES_MAX = 8
+PAUSE_SECONDS = 0.1
+LABEL_DIGEST_CHARACTERS = 32
+PROBE_SECONDS = 10
+_MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<left_ms>\d{1,13})")
+_TOKEN = re.compile(rf"(?P<revision>\d{{1,19}}):(?P<mark>{_MARK.pattern.decode()})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """An entry as it is stored."""
+
+    entry: Entry
+    revision: int
+    lease: int
+
+
+class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable):
+    """The records of one run on an etcd server or cluster.
+
+    Nothing is opened before the first call. ``client`` may be an object of etcd3's family, which
+    is used then, and not closed. Raises ``RendezvousSettingsError`` for an endpoint that cannot
+    work.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        run_id: str,
+        options: EtcdOptions | None = None,
+        *,
+        name: str = "etcd-v3",
+        client: Any = None,
+    ) -> None:
+        self._name = name
+        self._etcd = EtcdConnections(endpoint, run_id, options or EtcdOptions(), client)
+        base = self._etcd.base
+        self._state, self._version, self._roster = base + b"s", base + b"v", base + b"r"
+        self._nodes, self._labels, self._gone = base + b"n/", base + b"l/", base + b"g/"
+        self._ages = StateAges(self._etcd, self._version, self._version_token)
+        self._rows: dict[str, _Row] = {}
+        """What this object has announced, or beaten for."""
+        self._granted: dict[int, int] = {}
+        """The times to live that leases got, by those that were asked for: etcd has a least."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def endpoint(self) -> str:
+        return self._etcd.endpoint
+
+    def route(self) -> tuple[str, int] | None:
+        return self._etcd.route()
+
+    def close(self) -> None:
+        self._etcd.close()
+
+    def open(self) -> None:
+        """Connect, and try all that is needed later. Raises ``RendezvousConnectionError``."""
+        etcd = self._etcd
+        lease, _ = etcd.grant(PROBE_SECONDS)
+        read = etcd.get(etcd.base, end_of(etcd.base), count_only=True)
+        etcd.transact((), [etcd.put(etcd.base + b"t", b"", lease), read], reads=True)
+
+    # -------------------------------------------------------------------------- the document
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        return self._document(range_of(self._etcd.read(self._etcd.get(self._state)), 0))
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        compare = self._unchanged(token)
+        if compare is None:  # a token that was never ours: the write has lost
+            found = self.get_state()
+            return None if found is None else (*found, False)
+        return self._write_state(compare, bytes(state))
+
+    def _write_state(
+        self, compare: list[Any], state: bytes, *, again: bool = False
+    ) -> tuple[bytes, Token, bool] | None:
+        lease, left_ms = self._ages.clock()
+        mark = f"{uuid.uuid4().hex} {lease} {left_ms}".encode()
+        try:
+            answer = self._put_state(compare, mark, state, lease)
+        except RendezvousConnectionError as error:
+            self._ages.forget_clock()
+            if isinstance(error.__cause__, Refused) and not again:
+                # Nothing was written: the clock's lease is gone, with all other data.
+                return self._write_state(compare, state, again=True)
+            # The answer may have been lost, not the write: whose is the one that holds?
+            found = self.get_state()
+            if found is None or not str(found[1]).endswith(f":{mark.decode()}"):
+                raise
+            return state, found[1], True
+        if not answer.succeeded:
+            found = self._document(range_of(answer, 0))
+            return None if found is None else (*found, False)
+        written = f"{answer.header.revision}:{mark.decode()}"
+        self._ages.heard(written)
+        return state, written, True
+
+    def _put_state(self, compare: list[Any], mark: bytes, state: bytes, lease: int) -> Any:
+        etcd = self._etcd
+        return etcd.write(
+            compare,
+            [
+                etcd.put(self._state, mark + b"\n" + state),
+                etcd.put(self._version, mark),
+                # Refused where the clock's lease is gone, and the mark would tell a wrong age.
+                etcd.put(etcd.base + b"c", b"", lease),
+            ],
+            [etcd.get(self._state)],
+        )
+
+    def wait_for_change(
+        self, token: Token | None, timeout_seconds: float, revision: Any = None
+    ) -> tuple[bytes, Token] | None:
+        deadline, closings = time.monotonic() + timeout_seconds, self._etcd.closings
+        unchanged = self._unchanged(token)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return self._compare(unchanged, revision)[1]
+            try:
+                is_over, found = self._hear(unchanged, revision, left, closings)
+                if is_over:
+                    return found
+            except RendezvousConnectionError:
+                # Else look: whoever cannot be asked says so then.
+                self._etcd.check_open(closings)
+                is_over, found = self._compare(unchanged, revision)
+                if is_over:
+                    return found
+                time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
+            self._etcd.check_open(closings)
+
+    def _compare(
+        self, unchanged: list[Any] | None, revision: Any
+    ) -> tuple[bool, tuple[bytes, Token] | None]:
+        """Whether there is anything new, and the document if it is."""
+        etcd = self._etcd
+        roster, state = etcd.get(self._roster), etcd.get(self._state)
+        if unchanged is None:
+            looked = etcd.read(roster, state)
+        else:
+            looked = etcd.transact(unchanged, [roster], [roster, state], reads=True)
+        if unchanged is None or not looked.succeeded:
+            return True, self._document(range_of(looked, 1))
+        is_new = revision is not None and self._revision(range_of(looked, 0)) != revision
+        return is_new, None
+
+    def _hear(
+        self, unchanged: list[Any] | None, revision: Any, left: float, closings: int
+    ) -> tuple[bool, tuple[bytes, Token] | None]:
+        """The same now or after a change, or nothing for a while: watch, then look, then wait."""
+        first, end = self._state, None
+        if revision is not None:
+            first, end = self._roster, self._state + b"\0"
+        seconds = min(left, WAIT_SLICE_SECONDS_MAX)
+        watch = self._etcd.watch(first, end, 0, seconds, puts=False, closings=closings)
+        for event in watch:
+            is_told = not isinstance(event, int) and event.type == event.PUT
+            if is_told and event.kv.key == self._state:
+                found = self._told(event.kv)
+                self._ages.heard(found[1])
+                return True, found
+            is_over, told = self._compare(unchanged, revision)
+            if is_over:
+                return True, told
+        return False, None
+
+    def _unchanged(self, token: Token | None) -> list[Any] | None:
+        """The condition that the document is the token's; None for a token that was never ours."""
+        if token is None:
+            return [self._etcd.is_absent(self._state)]
+        found = _TOKEN.fullmatch(token) if isinstance(token, str) else None
+        if found is None:
+            return None
+        revision = int(found["revision"])
+        if revision == 0:
+            return None
+        return [
+            self._etcd.is_at(self._state, revision),
+            self._etcd.holds(self._version, found["mark"].encode()),
+        ]
+
+    def _document(self, found: Any) -> tuple[bytes, Token] | None:
+        return self._told(found.kvs[0]) if found.kvs else None
+
+    def _told(self, kv: Any) -> tuple[bytes, Token]:
+        mark, _, document = kv.value.partition(b"\n")
+        if not _MARK.fullmatch(mark):
+            raise self._foreign("a document")
+        return document, f"{kv.mod_revision}:{mark.decode()}"
+
+    def _version_token(self, kv: Any) -> str:
+        return f"{kv.mod_revision}:{kv.value.decode('ascii', 'replace')}"
+
+    # ---------------------------------------------------------------------------- the roster
+
+    def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
+        seconds, runs = _whole(ttl_seconds), bool(entry.round_label)
+        node, row = entry.node_id, self._rows.get(entry.node_id)
+        for _ in range(TRIES_MAX):
+            is_kept = row is not None and self._keep(row, seconds)
+            if row is not None and is_kept and row.entry == entry:
+                answer = self._look(node, question)
+                now = self._row(node, range_of(answer, 0))
+                if now == row:
+                    return self._pulse(answer, question, True, runs)
+                row = now
+                continue
+            lease = row.lease if row is not None and is_kept else self._grant(seconds)
+            has_changed = row is None or row.entry != entry
+            answer = self._put(entry, row, lease, question, has_changed)
+            if answer.succeeded:
+                self._rows[node] = _Row(entry, answer.header.revision, lease)
+                return self._pulse(answer, question, True, runs)
+            row = self._row(node, range_of(answer, 0))
+        raise self._restless(node)
+
+    def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
+        seconds, row = _whole(ttl_seconds), self._rows.get(node_id)
+        is_kept = row is not None and self._keep(row, seconds)
+        for _ in range(TRIES_MAX):
+            answer = self._look(node_id, question)
+            now = self._row(node_id, range_of(answer, 0))
+            if now is None or (is_kept and now == row):
+                self._remember(node_id, now)
+                return self._pulse(answer, question, now is not None, True)
+            # Somebody else has announced it, or it is to live for another time.
+            row, is_kept = now, self._keep(now, seconds)
+            if not is_kept:
+                lease = self._grant(seconds)
+                moved = self._put(row.entry, row, lease, question, has_changed=False)
+                if moved.succeeded:
+                    row, is_kept = _Row(row.entry, moved.header.revision, lease), True
+        raise self._restless(node_id)
+
+    def withdraw(self, node_id: str, ttl_seconds: float) -> None:
+        etcd, row = self._etcd, self._rows.get(node_id)
+        lease = self._grant(_whole(ttl_seconds))
+        key = self._nodes + _raw(node_id)
+        for _ in range(TRIES_MAX):
+            removed = [] if row is None else [etcd.delete(key), *self._label(row.entry)]
+            answer = etcd.write(
+                [etcd.is_at(key, 0 if row is None else row.revision)],
+                [
+                    *removed,
+                    etcd.put(self._gone + _raw(node_id), b"", lease),
+                    etcd.put(self._roster, uuid.uuid4().bytes),
+                ],
+                [etcd.get(key)],
+            )
+            if answer.succeeded:
+                self._remember(node_id, None)
+                return
+            row = self._row(node_id, range_of(answer, 0))
+        raise self._restless(node_id)
+
+    def entries(self) -> list[Listed]:
+        etcd = self._etcd
+        kind = etcd.messages.RangeRequest
+        order = {"sort_order": kind.ASCEND, "sort_target": kind.CREATE}
+        answer = etcd.read(
+            etcd.get(self._nodes, end_of(self._nodes), **order),
+            etcd.get(self._gone, end_of(self._gone), keys_only=True, **order),
+        )
+        live = [
+            Listed(self._entry(self._text(kv.key[len(self._nodes) :]), kv.value))
+            for kv in range_of(answer, 0).kvs
+        ]
+        gone = [self._text(kv.key[len(self._gone) :]) for kv in range_of(answer, 1).kvs]
+        return [*live, *(Listed(Entry(node, b""), withdrawn=True) for node in gone)]
+
+    def _put(
+        self, entry: Entry, row: _Row | None, lease: int, question: Question, has_changed: bool
+    ) -> Any:
+        """Write an entry in the place of what is known to be there, under a lease."""
+        etcd, node = self._etcd, _raw(entry.node_id)
+        key, label = self._nodes + node, self._label_key(entry)
+        operations = [etcd.put(key, _value(entry), lease)]
+        if label is not None:
+            operations.append(etcd.put(label, b"", lease))
+        if row is not None and self._label_key(row.entry) != label:
+            operations += self._label(row.entry)
+        if has_changed:
+            operations.append(etcd.put(self._roster, uuid.uuid4().bytes))
+            operations.append(etcd.delete(self._gone + node))
+        return etcd.write(
+            [etcd.is_at(key, 0 if row is None else row.revision)],
+            [*operations, *self._questions(entry.node_id, question)],
+            [etcd.get(key)],
+        )
+
+    def _keep(self, row: _Row, seconds: int) -> bool:
+        """Keep a lease alive. Whether it is there and lives for so long."""
+        lives = self._etcd.keep_alive(row.lease)
+        return lives > 0 and lives == self._granted.get(seconds, seconds)
+
+    def _grant(self, seconds: int) -> int:
+        lease, granted = self._etcd.grant(seconds)
+        self._granted[seconds] = granted
+        return lease
+
+    def _remember(self, node_id: str, row: _Row | None) -> None:
+        if row is None:
+            self._rows.pop(node_id, None)
+        else:
+            self._rows[node_id] = row
+
+    def _look(self, node_id: str, question: Question) -> Any:
+        self._etcd.refresh()
+        key = self._nodes + _raw(node_id)
+        return self._etcd.read(self._etcd.get(key), *self._questions(node_id, question))
+
+    def _questions(self, node_id: str, question: Question) -> list[Any]:
+        """What a pulse is made of, the last five of a transaction's answers."""
+        etcd = self._etcd
+        peer = self._nodes + _raw(question.peer_id)
+        label = self._labels + _digest(question.round_label) + b"/"
+        return [
+            etcd.get(self._version),
+            etcd.get(self._roster),
+            etcd.get(self._nodes, end_of(self._nodes), count_only=True),
+            etcd.get(peer, count_only=True),
+            etcd.get(label, end_of(label), count_only=True),
+        ]
+
+    def _pulse(self, answer: Any, question: Question, present: bool, listens: bool) -> Pulse:
+        version, roster, live, peer, confirmed = (range_of(answer, at) for at in range(-5, 0))
+        token, age = None, None
+        if listens:  # who waits, and does not run yet, hears of writes by its wait
+            self._ages.listen()
+        if version.kvs:
+            kv = version.kvs[0]
+            mark = _MARK.fullmatch(kv.value)
+            if mark is None:
+                raise self._foreign("a version")
+            token = self._version_token(kv)
+            age = self._ages.age_seconds(
+                token,
+                kv.mod_revision,
+                int(mark["lease"]),
+                int(mark["left_ms"]),
+                thoroughly=listens,
+            )
+        return Pulse(
+            token=token,
+            live=live.count,
+            revision=self._revision(roster),
+            present=present,
+            peer_live=peer.count > 0,
+            confirmed=confirmed.count if question.round_label else 0,
+            state_age_seconds=age,
+        )
+
+    def _revision(self, roster: Any) -> str:
+        return f"{roster.kvs[0].mod_revision}:{roster.kvs[0].value.hex()}" if roster.kvs else ""
+
+    def _row(self, node_id: str, found: Any) -> _Row | None:
+        if not found.kvs:
+            return None
+        kv = found.kvs[0]
+        return _Row(self._entry(node_id, kv.value), kv.mod_revision, kv.lease)
+
+    def _entry(self, node_id: str, value: bytes) -> Entry:
+        size, colon, rest = value.partition(b":")
+        if not colon or not size.isdigit() or len(size) > 9 or int(size) > len(rest):
+            raise self._foreign("an entry")
+        return Entry(node_id, rest[int(size) :], self._text(rest[: int(size)]))
+
+    def _label_key(self, entry: Entry) -> bytes | None:
+        if not entry.round_label:
+            return None
+        return self._labels + _digest(entry.round_label) + b"/" + _raw(entry.node_id)
+
+    def _label(self, entry: Entry) -> list[Any]:
+        """What removes an entry's label."""
+        key = self._label_key(entry)
+        return [] if key is None else [self._etcd.delete(key)]
+
+    def _text(self, raw: bytes) -> str:
+        try:
+            return raw.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise self._foreign("a name") from None
+
+    def _restless(self, node_id: str) -> RendezvousConnectionError:
+        return RendezvousConnectionError(
+            f"etcd at {self.endpoint}: the entry of {node_id} changes all the time. See whether "
+            "two processes use one node id."
+        )
+
+    def _foreign(self, what: str) -> RendezvousStateError:
+        return RendezvousStateError(
+            f"etcd at {self.endpoint} holds {what} that rdzv has not written below "
+            f"{self._etcd.base.decode()}: see who else writes there, or use another key_prefix."
+        )
+
+
+def _value(entry: Entry) -> bytes:
+    label = _raw(entry.round_label)
+    return str(len(label)).encode() + b":" + label + entry.data
+
+
+def _digest(label: str) -> bytes:
+    return hashlib.sha256(_raw(label)).hexdigest()[:LABEL_DIGEST_CHARACTERS].encode()
+
+
+def _raw(text: str) -> bytes:
+    """A text of any characters as etcd keeps it."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _whole(seconds: float) -> int:
+    return max(1, math.ceil(seconds))

@@ -1,0 +1,150 @@
+"""How old a document is, on a server that shows nobody its clock.
+
+Theory. etcd's only clock is that of its leases. So who writes documents has one, which is never
+kept alive, and notes in the document what it had left. What it has left later tells the age, to a
+second. A new leader, and a restart, give leases all their time again: then it seems younger.
+
+Agents that are to act together need more than whole seconds. So who beats hears of writes by a
+watch, and counts by its own monotonic clock from then on. What the lease tells corrects a process
+that was stopped and heard late.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rdzv.backends.etcd_client import WATCH_SECONDS_MAX, EtcdConnections
+from rdzv.errors import RendezvousError
+
+TOKENS_REMEMBERED = 16
+HEARING_SECONDS_MAX = 0.1
+"""So long a pulse waits for the watch to tell of a write that the pulse has seen."""
+PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    lease: int
+    seconds: int
+    granted_at: float
+    term: int
+    """A leader that comes later gives the lease all its time again."""
+
+
+class StateAges:
+    """When documents were written, by this process's monotonic clock.
+
+    ``token_of`` makes the token of the version key's value and revision.
+    """
+
+    def __init__(
+        self, connections: EtcdConnections, key: bytes, token_of: Callable[[Any], str]
+    ) -> None:
+        self._etcd, self._key, self._token_of = connections, key, token_of
+        self._changed = threading.Condition()
+        self._heard: OrderedDict[str, float] = OrderedDict()
+        self._checked: OrderedDict[str, float] = OrderedDict()
+        self._clock: _Clock | None = None
+        self._since_revision = 0
+        """From there on the watch tells of every write; 0 while there is none."""
+        self._thread: threading.Thread | None = None
+
+    def heard(self, token: str) -> None:
+        """Somebody has just been told that this document was written."""
+        with self._changed:
+            self._heard.setdefault(token, time.monotonic())
+            while len(self._heard) > TOKENS_REMEMBERED:
+                self._heard.popitem(last=False)
+            self._changed.notify_all()
+
+    def clock(self) -> tuple[int, int]:
+        """A lease of this process that nothing hangs on but a sign that it is there, and how many
+        milliseconds it has left now. Raises ``RendezvousConnectionError``."""
+        now = time.monotonic()
+        with self._changed:
+            clock = self._clock
+        is_ours = clock is not None and clock.term == self._etcd.term
+        if clock is None or not is_ours or now - clock.granted_at > clock.seconds / 2:
+            lease, seconds = self._etcd.grant(self._etcd.options.lease_seconds)
+            # From before the request: rather too much has passed than too little.
+            clock = _Clock(lease, seconds, now, self._etcd.term)
+            with self._changed:
+                self._clock = clock
+        return clock.lease, round((clock.seconds - (time.monotonic() - clock.granted_at)) * 1000)
+
+    def forget_clock(self) -> None:
+        """The lease of :meth:`clock` is gone, or has been given all its time again."""
+        with self._changed:
+            self._clock = None
+
+    def age_seconds(
+        self, token: str, revision: int, lease: int, left_ms: int, *, thoroughly: bool
+    ) -> float:
+        """The age of the document, the newest now, of which the lease had so much left when it
+        was written. Only ``thoroughly`` corrects what was heard late; that costs a request for
+        each document. Raises ``RendezvousConnectionError``."""
+        with self._changed:
+            if token not in self._heard and 0 < self._since_revision <= revision:
+                self._changed.wait_for(lambda: token in self._heard, HEARING_SECONDS_MAX)
+            heard_at = self._heard.get(token)
+            checked_at = self._checked.get(token)
+        if heard_at is not None and not thoroughly:
+            return time.monotonic() - heard_at
+        if checked_at is None:
+            checked_at = self._check(token, lease, left_ms)
+        if heard_at is None:
+            # To the second, and rather too old: a closed run is not held up.
+            return max(0.0, time.monotonic() - checked_at)
+        # What is certain, even if it was heard late.
+        return time.monotonic() - min(heard_at, checked_at + 1.0)
+
+    def _check(self, token: str, lease: int, left_ms: int) -> float:
+        """Since when the document is there at most, by its lease, which is rounded down."""
+        left = max(0, self._etcd.seconds_left(lease))
+        checked_at = time.monotonic() - (left_ms / 1000 - left)
+        with self._changed:
+            self._checked[token] = checked_at
+            while len(self._checked) > TOKENS_REMEMBERED:
+                self._checked.popitem(last=False)
+        return checked_at
+
+    def listen(self) -> None:
+        """Hear of writes from now on, if that is not so already."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._etcd.closings,), name="rdzv-etcd-age", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self, closings: int) -> None:
+        """Until the connections are closed; the next who asks for an age begins anew."""
+        try:
+            while self._etcd.closings == closings:
+                with suppress(RendezvousError):
+                    self._hear(closings)
+                with self._changed:
+                    # What is written from here on would be heard late: the lease tells better.
+                    self._since_revision = 0
+                if self._etcd.closings == closings:
+                    time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
+        finally:
+            with self._changed:
+                self._since_revision, self._thread = 0, None
+
+    def _hear(self, closings: int) -> None:
+        for event in self._etcd.watch(
+            self._key, None, 0, WATCH_SECONDS_MAX, puts=True, closings=closings
+        ):
+            if isinstance(event, int):
+                with self._changed:
+                    self._since_revision = event + 1
+            else:
+                self.heard(self._token_of(event.kv))

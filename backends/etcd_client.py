@@ -1,0 +1,499 @@
+"""The one place that talks to etcd: channels, deadlines, log-in, failover, messages and errors.
+
+Of etcd3's family of clients (etcd-sdk-python, the living fork, unless a user brings another) this
+takes the messages; of a client object that is given, its channel and token too. The calls are made
+here, on channels of our own, because the clients' have no deadline of a call, mark an endpoint as
+failed for minutes, never log in again, and start a thread for each watch.
+
+Rules:
+
+* Every call has a deadline. A call is made again only if it reads, or if it was certainly not
+  executed: the token was refused, or there was no connection to send it by.
+* After a call that nothing answered the channel is thrown away, for its connection may be dead
+  without knowing it, and the next member is asked.
+* All streaming methods are called with one request, which needs no thread here.
+* Channels are made at the first use, and anew after a fork and after :meth:`close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import grpc  # type: ignore[import-untyped]
+
+from rdzv.backends.etcd_options import (
+    Cluster,
+    EtcdOptions,
+    advice_for,
+    base_of,
+    cluster_of,
+    lease_of,
+)
+from rdzv.errors import RendezvousConnectionError, mask_secrets, secrets_in
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.1
+TRIES_OF_A_MEMBER_MAX = 2
+"""Of connecting, in one call: whoever asked has a better idea of how long to try."""
+PING_SECONDS, PING_ANSWER_SECONDS = 7.0, 3.0
+"""etcd ends connections that ping it more often than every five seconds."""
+WATCH_SECONDS_MAX = 3600.0
+REFRESH_SHARE = 0.2
+"""Of the time that a lease lives: so often is it kept alive."""
+FAMILY_MODULE = "pyetcd"
+METHODS = {
+    "Range": ("KV", "RangeRequest", "RangeResponse"),
+    "Txn": ("KV", "TxnRequest", "TxnResponse"),
+    "LeaseGrant": ("Lease", "LeaseGrantRequest", "LeaseGrantResponse"),
+    "LeaseKeepAlive": ("Lease", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse"),
+    "LeaseTimeToLive": ("Lease", "LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse"),
+    "Authenticate": ("Auth", "AuthenticateRequest", "AuthenticateResponse"),
+    "Watch": ("Watch", "WatchRequest", "WatchResponse"),
+}
+TOKEN_REFUSED = ("invalid auth token", "revision of auth store is old", "auth: revision in header")
+LEASE_MISSING = "requested lease not found"
+NO_AUTHENTICATION = "authentication is not enabled"
+COMPACTED = "required revision has been compacted"
+
+
+class Refused(Exception):
+    """etcd did not execute a request; ``reason`` is what it said."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Link:
+    """A channel to one member, and the calls on it."""
+
+    def __init__(self, channel: Any, messages: Any, number: int, *, is_ours: bool = True) -> None:
+        self.channel, self.number, self._is_ours = channel, number, is_ours
+        self._calls = {}
+        for method, (service, request, response) in METHODS.items():
+            kind = channel.unary_stream if method == "Watch" else channel.unary_unary
+            self._calls[method] = kind(
+                f"/etcdserverpb.{service}/{method}",
+                request_serializer=getattr(messages, request).SerializeToString,
+                response_deserializer=getattr(messages, response).FromString,
+            )
+
+    def call(self, method: str, request: Any, seconds: float, metadata: Any) -> Any:
+        return self._calls[method](request, timeout=seconds, metadata=metadata)
+
+    def close(self) -> None:
+        if self._is_ours:
+            self.channel.close()
+
+
+class EtcdConnections:
+    """Calls to one server or cluster, for one run.
+
+    ``client`` is an object of etcd3's family that a user brings: it is used and not closed, and
+    the endpoint is only shown. Raises ``RendezvousSettingsError`` for an endpoint that cannot be
+    one.
+    """
+
+    def __init__(
+        self, endpoint: str, run_id: str, options: EtcdOptions, client: Any = None
+    ) -> None:
+        self.base = base_of(run_id, options)
+        self.options = options
+        self.run_lease = lease_of(self.base)
+        self._secrets = (*secrets_in(endpoint), options.password)
+        self.endpoint = mask_secrets(endpoint, *self._secrets)
+        self._cluster: Cluster = cluster_of(endpoint, options)
+        self._client = client
+        self.messages: Any = _messages_of(client)
+        self._lock = threading.Lock()
+        self._links: dict[int, _Link] = {}
+        self._current = 0
+        self._token: str | None = None
+        self._process = os.getpid()
+        self._closings = 0
+        self.term = 0
+        """Of the last answer: another one means another leader."""
+        self._refresh_at = 0.0
+        self._has_warned = False
+
+    def route(self) -> tuple[str, int]:
+        """Host and port of the first member."""
+        return self._cluster.members[0]
+
+    @property
+    def closings(self) -> int:
+        """How often :meth:`close` was called: who waits sees by it that it is to end."""
+        return self._closings
+
+    def check_open(self, closings: int) -> None:
+        """For who waits: raises ``RendezvousConnectionError`` if it was closed since."""
+        if self._closings != closings:
+            raise RendezvousConnectionError(
+                f"etcd at {self.endpoint}: the wait was ended by close()."
+            )
+
+    def close(self) -> None:
+        """Give up all channels, also those that somebody waits on. Never raises."""
+        with self._lock:
+            links, self._links = list(self._links.values()), {}
+            self._closings += 1
+            self._token = None
+        for link in links:
+            with contextlib.suppress(Exception):
+                link.close()
+
+    # ------------------------------------------------------------------------- what is asked
+
+    def transact(
+        self,
+        compare: Sequence[Any],
+        success: Sequence[Any],
+        failure: Sequence[Any] = (),
+        *,
+        reads: bool = False,
+        seconds: float | None = None,
+    ) -> Any:
+        """One transaction, which may be made again only where ``reads`` says so.
+
+        Raises :class:`Refused` where a lease does not exist, else ``RendezvousConnectionError``.
+        """
+        request = self.messages.TxnRequest(compare=compare, success=success, failure=failure)
+        return self.call("Txn", request, reads=reads, seconds=seconds)
+
+    def write(
+        self, compare: Sequence[Any], success: Sequence[Any], failure: Sequence[Any] = ()
+    ) -> Any:
+        """A transaction whose keys hang on the run's lease, which is made if it is missing.
+
+        Raises ``RendezvousConnectionError``.
+        """
+        self.refresh()
+        try:
+            return self.transact(compare, success, failure)
+        except Refused:
+            self._make_run_lease()
+        try:
+            return self.transact(compare, success, failure)
+        except Refused as error:  # it is another lease that is gone
+            self._raise(error)
+
+    def read(self, *operations: Any, seconds: float | None = None) -> Any:
+        """Several ranges at one moment."""
+        return self.transact((), operations, reads=True, seconds=seconds)
+
+    def watch(
+        self,
+        key: bytes,
+        range_end: bytes | None,
+        revision: int,
+        seconds: float,
+        *,
+        puts: bool,
+        closings: int | None = None,
+    ) -> Iterator[Any]:
+        """The events of a range from a revision on, one by one; ends after so many seconds, and
+        where the server ends it: then look again. Raises ``RendezvousConnectionError``.
+
+        The first may be a number: the server's revision, where something, whatever it was, has
+        been written since. The server tells of that up to 100 ms later, so a look is faster. With
+        revision 0 the watch is from now on, and the number comes always. With ``closings``
+        nothing is opened after :meth:`close`.
+        """
+        create = self.messages.WatchCreateRequest(
+            key=key, range_end=range_end or b"", start_revision=revision
+        )
+        if puts:
+            create.filters.append(self.messages.WatchCreateRequest.NODELETE)
+        link, request = self._link(closings), self.messages.WatchRequest(create_request=create)
+        stream: Any = None
+        is_there = False
+        try:
+            metadata = (*self._metadata(link), ("hasleader", "true"))
+            stream = link.call("Watch", request, min(seconds, WATCH_SECONDS_MAX), metadata)
+            for response in stream:
+                if response.canceled:
+                    self._watch_was_refused(response.cancel_reason)
+                    return
+                is_there = True
+                if response.created and response.header.revision >= revision:
+                    yield int(response.header.revision)
+                yield from response.events
+        except grpc.RpcError as error:
+            is_over = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if is_over and (is_there or seconds < self.options.request_seconds):
+                return
+            self._failed(link, error)
+            self._raise(error)
+        except ValueError as error:  # the channel was closed by close()
+            self._raise(error)
+        finally:
+            if stream is not None:
+                stream.cancel()
+
+    def grant(self, seconds: int) -> tuple[int, int]:
+        """A new lease: its id and the time to live in seconds that it really has."""
+        granted = self.call("LeaseGrant", self.messages.LeaseGrantRequest(TTL=seconds), reads=True)
+        return granted.ID, granted.TTL
+
+    def keep_alive(self, lease: int) -> int:
+        """Let the lease live for all its time again. Returns that in seconds; 0 if it is gone."""
+        request = self.messages.LeaseKeepAliveRequest(ID=lease)
+        return max(0, int(self.call("LeaseKeepAlive", request, reads=True).TTL))
+
+    def seconds_left(self, lease: int) -> int:
+        """How long the lease has to live, rounded down; -1 if it is gone."""
+        request = self.messages.LeaseTimeToLiveRequest(ID=lease)
+        return int(self.call("LeaseTimeToLive", request, reads=True).TTL)
+
+    def refresh(self) -> None:
+        """A sign of life for the run's keys, if it is time for one."""
+        now = time.monotonic()
+        if now >= self._refresh_at:
+            self._next_refresh(now, self.keep_alive(self.run_lease))
+
+    def _make_run_lease(self) -> None:
+        seconds = self.options.lease_seconds
+        request = self.messages.LeaseGrantRequest(TTL=seconds, ID=self.run_lease)
+        now = time.monotonic()
+        with contextlib.suppress(Refused):  # somebody else made it
+            self._next_refresh(now, self.call("LeaseGrant", request, reads=True).TTL)
+
+    def _next_refresh(self, now: float, lives_seconds: int) -> None:
+        """When the run's lease, which may be another node's, is to be kept alive again."""
+        if lives_seconds <= 0:
+            return
+        self._refresh_at = now + lives_seconds * REFRESH_SHARE
+        if lives_seconds < self.options.lease_seconds and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "etcd at %s: another node has given this run's keys only %d s to outlive its nodes "
+                "where this one wants %d: give all of them the same outage_timeout and "
+                "closed_grace.",
+                self.endpoint,
+                lives_seconds,
+                self.options.lease_seconds,
+            )
+
+    # ------------------------------------------------------------------------ operations
+
+    def put(self, key: bytes, value: bytes, lease: int | None = None) -> Any:
+        """Write a key, which hangs on the run's lease unless another is named."""
+        lease = self.run_lease if lease is None else lease
+        request = self.messages.PutRequest(key=key, value=value, lease=lease)
+        return self.messages.RequestOp(request_put=request)
+
+    def get(self, key: bytes, range_end: bytes | None = None, **more: Any) -> Any:
+        """Read a key or a range; ``more`` are fields of etcd's RangeRequest."""
+        request = self.messages.RangeRequest(key=key, range_end=range_end or b"", **more)
+        return self.messages.RequestOp(request_range=request)
+
+    def first(self, key: bytes, range_end: bytes) -> Any:
+        """Read the key of a range that has been there for the longest time."""
+        kind = self.messages.RangeRequest
+        return self.get(key, range_end, limit=1, sort_order=kind.ASCEND, sort_target=kind.CREATE)
+
+    def delete(self, key: bytes) -> Any:
+        """Remove a key."""
+        return self.messages.RequestOp(
+            request_delete_range=self.messages.DeleteRangeRequest(key=key)
+        )
+
+    def is_absent(self, key: bytes) -> Any:
+        """The condition that there is no such key."""
+        return self.is_at(key, 0)
+
+    def is_at(self, key: bytes, revision: int) -> Any:
+        """The condition that a key was changed last at that revision; 0: that it is absent."""
+        kind = self.messages.Compare
+        return kind(result=kind.EQUAL, target=kind.MOD, key=key, mod_revision=revision)
+
+    def is_there(self, key: bytes) -> Any:
+        """The condition that there is such a key."""
+        kind = self.messages.Compare
+        return kind(result=kind.GREATER, target=kind.CREATE, key=key, create_revision=0)
+
+    def holds(self, key: bytes, value: bytes) -> Any:
+        """The condition that a key has that value."""
+        kind = self.messages.Compare
+        return kind(result=kind.EQUAL, target=kind.VALUE, key=key, value=value)
+
+    # ------------------------------------------------------------------------------- calls
+
+    def call(
+        self, method: str, request: Any, *, reads: bool = False, seconds: float | None = None
+    ) -> Any:
+        """A call of etcd's API. Raises ``RendezvousConnectionError``, :class:`Refused`."""
+        deadline = time.monotonic() + (seconds or self.options.request_seconds)
+        logged_in, refusals = False, 0
+        while True:
+            link, left = self._link(), max(deadline - time.monotonic(), 0.001)
+            try:
+                metadata = self._metadata(link)
+                answer = link.call(method, request, self._attempt_seconds(left), metadata)
+                self.term = answer.header.raft_term
+                return answer
+            except grpc.RpcError as error:
+                details = str(error.details())
+                if not logged_in and any(text in details for text in TOKEN_REFUSED):
+                    self._token, logged_in = None, True
+                    continue
+                if LEASE_MISSING in details or "lease already exists" in details:
+                    raise Refused(details) from error
+                self._failed(link, error)
+                was_refused = "failed to connect" in details
+                refusals += was_refused
+                pause = PAUSE_SECONDS * random.uniform(0.5, 1.5)
+                again = (reads or was_refused) and _may_pass(error)
+                if (
+                    not again
+                    or refusals >= TRIES_OF_A_MEMBER_MAX * len(self._cluster.members)
+                    or time.monotonic() + pause >= deadline
+                ):
+                    self._raise(error)
+                time.sleep(pause)
+            except ValueError as error:  # the channel was closed by another thread
+                if not reads or time.monotonic() >= deadline:
+                    self._raise(error)
+
+    def explained(self, error: BaseException) -> str:
+        """What happened, where, and what to do; without secrets."""
+        code, details = type(error).__name__, str(error)
+        if isinstance(error, grpc.RpcError):
+            code, details = error.code().name, str(error.details())
+        text = mask_secrets(f"{code}: {details}", *self._secrets)
+        return f"etcd at {self.endpoint}: {text}{advice_for(code, details)}"
+
+    def _attempt_seconds(self, left: float) -> float:
+        """Half of the time for each member but the last, so that another can be asked."""
+        return left if len(self._cluster.members) == 1 else max(left / 2, min(left, 0.5))
+
+    def _metadata(self, link: _Link) -> tuple[tuple[str, str], ...]:
+        if self._client is not None:
+            return tuple(getattr(self._client, "metadata", None) or ())
+        if self._cluster.user is None:
+            return ()
+        token = self._token
+        if token is None:
+            request = self.messages.AuthenticateRequest(
+                name=self._cluster.user, password=self._cluster.password
+            )
+            try:
+                seconds = self._attempt_seconds(self.options.request_seconds)
+                token = str(link.call("Authenticate", request, seconds, ()).token)
+            except grpc.RpcError as error:
+                if NO_AUTHENTICATION not in str(error.details()):
+                    raise
+                token = ""
+            self._token = token
+        return (("token", token),) if token else ()
+
+    def _link(self, closings: int | None = None) -> _Link:
+        with self._lock:
+            if closings is not None:
+                self.check_open(closings)
+            if self._process != os.getpid():  # its threads and sockets are the parent's
+                self._process, self._links, self._token = os.getpid(), {}, None
+            if self._client is not None:
+                try:
+                    return _Link(self._client.channel, self.messages, 0, is_ours=False)
+                except Exception as error:
+                    self._raise(error)
+            link = self._links.get(self._current)
+            if link is None:
+                channel = _channel(self._cluster, self._current, self.options)
+                link = self._links[self._current] = _Link(channel, self.messages, self._current)
+            return link
+
+    def _failed(self, link: _Link, error: Any) -> None:
+        """Ask the next member from now on; and leave a connection on which nothing is heard."""
+        code = error.code()
+        if code not in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            grpc.StatusCode.CANCELLED,
+            grpc.StatusCode.UNKNOWN,
+        ):
+            return
+        with self._lock:
+            is_current = self._links.get(link.number) is link
+            if is_current and self._current == link.number:
+                self._current = (self._current + 1) % len(self._cluster.members)
+            if is_current and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                del self._links[link.number]
+        if is_current and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            link.close()
+
+    def _watch_was_refused(self, reason: str) -> None:
+        if not reason or COMPACTED in reason:
+            return
+        if any(text in reason for text in TOKEN_REFUSED):
+            self._token = None
+            return
+        self._raise(Refused(reason))
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        raise RendezvousConnectionError(self.explained(error)) from error
+
+
+def _may_pass(error: Any) -> bool:
+    return error.code() in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+    )
+
+
+def _channel(cluster: Cluster, number: int, options: EtcdOptions) -> Any:
+    host, port = cluster.members[number]
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    settings: list[tuple[str, Any]] = [
+        ("grpc.keepalive_time_ms", round(PING_SECONDS * 1000)),
+        ("grpc.keepalive_timeout_ms", round(PING_ANSWER_SECONDS * 1000)),
+        # Without this one a black hole is not noticed.
+        ("grpc.http2.ping_timeout_ms", round(PING_ANSWER_SECONDS * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", round(options.request_seconds * 1000)),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        # Connections of our own: gRPC would share them, broken ones too.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_retries", 0),
+    ]
+    if not cluster.secure:
+        return grpc.insecure_channel(place, options=settings)
+    if cluster.server_name:
+        settings.append(("grpc.ssl_target_name_override", cluster.server_name))
+    credentials = grpc.ssl_channel_credentials(cluster.ca_cert, cluster.key, cluster.cert)
+    return grpc.secure_channel(place, credentials, options=settings)
+
+
+def _messages_of(client: Any) -> Any:
+    """The messages of the family's member that a client belongs to; they may be loaded once in a
+    process, so those of the client are taken."""
+    for kind in type(client).__mro__ if client is not None else ():
+        package = kind.__module__.partition(".")[0]
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"{package}.etcdrpc")
+    return importlib.import_module(f"{FAMILY_MODULE}.etcdrpc")
+
+
+def range_of(answer: Any, position: int) -> Any:
+    """The range that was read at that position of a transaction."""
+    return answer.responses[position].response_range
+
+
+def end_of(prefix: bytes) -> bytes:
+    """The key after all that begin with a prefix of ours, which never ends with 255."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])

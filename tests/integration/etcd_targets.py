@@ -1,0 +1,48 @@
+"""The target on a real etcd, with all that may be done to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyetcd  # type: ignore[import-untyped]
+
+from rdzv.backends.etcd_options import EtcdOptions, base_of
+from rdzv.conformance.registered import RegisteredTarget
+
+TIMES = {"read_timeout": "2"}
+"""Clauses in which nothing answers wait for it."""
+TOO_LARGE = "etcd refuses requests over 1.5 MB, unless its administrator allows more"
+
+
+class EtcdTarget(RegisteredTarget):
+    """An etcd server. A wipe loses what all runs have stored there."""
+
+    short_ttl_seconds = 2.0
+    call_seconds_max = 6.0
+
+    def __init__(self, server: Any, **options: Any) -> None:
+        super().__init__(
+            "etcd-v3",
+            server.endpoint(),
+            {**TIMES, **options},
+            without={"large_values": TOO_LARGE},
+            server=server,
+        )
+
+    def corrupt(self, run_id: str = "job") -> None:
+        self._call(lambda client: client.put(self._base(run_id) + b"s", "a text"))
+
+    def wipe(self) -> None:
+        everything = EtcdOptions().key_prefix.encode() + b"/"
+        self._call(lambda client: client.delete_prefix(everything))
+
+    def _base(self, run_id: str) -> bytes:
+        return base_of(self._run_prefix + run_id, EtcdOptions())
+
+    def _call(self, call: Any) -> None:
+        host, port = self.server.address
+        client = pyetcd.client(host, port, timeout=5.0)
+        try:
+            call(client)
+        finally:
+            client.close()
