@@ -28,7 +28,7 @@ else:
     import tomli as tomllib
 
 NAMES = {"redis", "sql", "postgresql", "mysql", "sqlite", "etcd-v3", "tcpstore", "filestore"}
-BUILT = {"redis", "sql", "sqlite"}
+BUILT = {"redis", "sql", "sqlite", "tcpstore", "filestore"}
 
 MEMORY = """
 import torch.distributed as dist
