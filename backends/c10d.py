@@ -47,7 +47,7 @@ LOOK_FIRST_SECONDS = 0.005
 LOOK_MAX_SECONDS = 0.05
 BELL_SECONDS = 86_400.0
 """How long a connection waits for the bell: torch logs a warning when such a wait ends in vain."""
-CLOSE_PAUSE_SECONDS = 0.2
+CLOSE_PAUSE_SECONDS = 0.05
 """How long a backend that closes hopes for the bell before it rings itself."""
 LISTENER_ENDS_SECONDS = 2.0
 RECONNECT_PAUSE_SECONDS = 1.0
@@ -60,7 +60,7 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     ``connect(seconds)`` makes another connection to the store, in the time given; it raises any
     ``RuntimeError`` or ``OSError`` where it cannot. ``pushes``: whether a wait on the store
     costs nothing while it lasts. ``stamp_ms(store)`` is the store's own clock, where it has one.
-    Nothing is opened before the first call.
+    ``on_failure`` is called when a connection has failed. Nothing is opened before the first call.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         request_seconds: float = REQUEST_SECONDS_MAX,
         pushes: bool = True,
         stamp_ms: Callable[[Any], int | None] = lambda store: None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._connect = connect
         self._base = f"rdzv/{digest(run_id)}/"
@@ -81,7 +82,8 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         self._request_seconds = min(request_seconds, REQUEST_SECONDS_MAX)
         self._pushes = pushes
         self._stamp_ms = stamp_ms
-        self._links = Links(self._open_session, f"rdzv-c10d-{name}")
+        self._on_failure = on_failure
+        self._links = Links(self._open_session, f"rdzv-c10d-{name}", on_failure)
         self._changed = threading.Condition()
         self._wakes = 0
         self._listener: _Listener | None = None
@@ -100,9 +102,15 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def route(self) -> tuple[str, int] | None:
         return self._route
 
-    def open(self, seconds: float) -> None:
-        """Connect. Raises ``RendezvousConnectionError``."""
-        self._ask(lambda session: None, seconds)
+    def ask_store(self, job: Callable[[Any], T], seconds: float) -> T:
+        """What ``job`` makes of the store, on the connection for requests. Raises
+        ``RendezvousConnectionError``."""
+        answer: T = self._links.ask(lambda session: job(session.store()), seconds)
+        return answer
+
+    def disconnect(self) -> None:
+        """Give up the connection for requests; the next one opens another."""
+        self._links.close()
 
     def close(self) -> None:
         self.leave()
@@ -326,6 +334,7 @@ class _Listener:
             except Exception:
                 # Whoever waits looks by himself now and then, and hears of what is wrong there.
                 self.listening = False
+                self._backend._on_failure()
                 self.closed.wait(RECONNECT_PAUSE_SECONDS * random.uniform(0.5, 1.0))
 
     def _follow(self) -> None:
@@ -338,7 +347,7 @@ class _Listener:
             head, bell = store.multi_get([base + "head", base + "bell"])
             if head != last:
                 parts = head.split(b" ")
-                token = parts[1].decode() if len(parts) == 4 else None
+                token = parts[1].decode() if len(parts) == 3 else None
                 backend._heard(token, at)
                 last = head
             self.listening = True

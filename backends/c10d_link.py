@@ -103,9 +103,12 @@ class Link:
 class Links:
     """One link at a time, replaced after every failure. Safe to use from any thread."""
 
-    def __init__(self, open_session: Callable[[Link], Any], name: str) -> None:
+    def __init__(
+        self, open_session: Callable[[Link], Any], name: str, on_failure: Callable[[], None]
+    ) -> None:
         self._open_session = open_session
         self._name = name
+        self._on_failure = on_failure
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._stuck: list[Link] = []
@@ -148,6 +151,7 @@ class Links:
             return self._link
 
     def _give_up(self, link: Link) -> None:
+        self._on_failure()
         link.abandon()
         with self._lock:
             if self._link is link:

@@ -32,7 +32,7 @@ logger = logging.getLogger("rdzv")
 
 BACKLOG = 4096
 OPEN_FILES_WANTED = 65_536
-"""A host holds three connections for each node: the usual limit of 1,024 is too few for 400."""
+"""A host holds two connections for each node: the usual limit of 1,024 is too few for 500."""
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_LAST = 0.5
 HERE, GONE = "rdzv/here", "rdzv/gone"
@@ -50,6 +50,8 @@ class TcpPlace:
         self._is_host = is_host
         self._lock = threading.Lock()
         self._server: Any = None
+        self._peer_address = ""
+        """Where somebody listened a moment ago."""
 
     @property
     def hosts(self) -> bool:
@@ -80,9 +82,9 @@ class TcpPlace:
         """Another connection. Raises ``OSError`` where there is none within the time."""
         deadline = time.monotonic() + seconds
         pause = RETRY_SECONDS_FIRST
-        while True:
+        while not (peer := self._peer_address):
             try:
-                peer = self._peer(max(0.01, deadline - time.monotonic()))
+                peer = self._peer_address = self._peer(max(0.01, deadline - time.monotonic()))
                 break
             except OSError as error:
                 if error.errno == errno.ECONNREFUSED and self._is_host is None:
@@ -99,6 +101,10 @@ class TcpPlace:
             wait_for_workers=False,
             timeout=timedelta(seconds=seconds),
         )
+
+    def doubt(self) -> None:
+        """Somebody's connection has failed: look first whether anybody listens."""
+        self._peer_address = ""
 
     def close(self) -> None:
         """Serve no longer."""
@@ -138,7 +144,7 @@ class TcpPlace:
             if self._server is not None:
                 return
             try:
-                listening = _listen(self.port)
+                listening = _listen(self.port, addresses)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and not self._is_host:
                     return
@@ -160,16 +166,14 @@ class TcpPlace:
         logger.info("this node hosts the store at %s", self.endpoint)
 
 
-def _listen(port: int) -> socket.socket:
-    """At all addresses of this machine."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(
-                ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
-            )
-        except OSError as error:
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                raise
+def _listen(port: int, addresses: tuple[str, ...]) -> socket.socket:
+    """At all addresses of this machine. At those of IPv4 alone where that is all that is asked
+    for: torch's server looks up the name of everybody who connects, and while the names of
+    addresses like ``::ffff:10.0.0.1`` are looked for, in vain, it serves nobody."""
+    if any(":" in address for address in addresses) and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+        )
     return socket.create_server(("", port), backlog=BACKLOG)
 
 
@@ -215,6 +219,9 @@ class FilePlace:
         if self._was_here:
             self.inode()
         return GuardedFileStore(self, dist.FileStore(str(self._path), -1))
+
+    def doubt(self) -> None:
+        """A file is looked for every time."""
 
     def close(self) -> None:
         """Nothing is held open."""

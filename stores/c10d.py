@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from rdzv.address import split_host_port
 from rdzv.backends.c10d import REQUEST_SECONDS_MAX, C10dRendezvousBackend
-from rdzv.backends.c10d_link import Link, Links
 from rdzv.backends.c10d_places import GONE, HERE, LINGER_POLL_SECONDS, FilePlace, Place, TcpPlace
 from rdzv.backends.c10d_roster import EXPIRED, digest
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError, RendezvousStateError
@@ -81,7 +80,7 @@ def _opened(place: Place, settings: Settings) -> tuple[C10dRendezvousBackend, di
     except BaseException:
         backend.close()
         raise
-    client = C10dClient(place, settings.run_id, settings.read_timeout_seconds)
+    client = C10dClient(backend, place, settings.run_id, settings.read_timeout_seconds)
     return backend, C10dStore(client, timeout=timedelta(seconds=seconds))
 
 
@@ -98,6 +97,7 @@ class PlacedBackend(C10dRendezvousBackend):
             request_seconds=settings.read_timeout_seconds,
             pushes=place.pushes,
             stamp_ms=place.stamp_ms,
+            on_failure=place.doubt,
         )
         self._place = place
         self._linger_seconds = settings.close_timeout_seconds
@@ -116,6 +116,9 @@ class PlacedBackend(C10dRendezvousBackend):
         ``RendezvousConnectionError``."""
         self._attends = isinstance(self._place, TcpPlace) and not self._place.hosts
         self._ask(lambda session: self._attends and session.store().add(HERE, 1), seconds)
+        if self._pushes:
+            # Now, and not when all nodes do: torch looks up a name for each connection.
+            self._listen()
 
     def close(self) -> None:
         """See base class. Whoever hosts the store waits until the others have left it, for up to
@@ -160,18 +163,21 @@ class C10dStore(Store):
 
 
 class C10dClient(StoreClient):
-    """The primitives of a store over ``compare_set``."""
+    """The primitives of a store over ``compare_set``, on the connection of a backend: each that
+    is opened costs the host a look-up of a name."""
 
     value_bytes_max = 8 * 1024 * 1024 - 65_536
     """A TCPStore's server hangs up on more than 8 MiB."""
 
-    def __init__(self, place: Place, run_id: str, request_seconds: float) -> None:
+    def __init__(
+        self, backend: C10dRendezvousBackend, place: Place, run_id: str, request_seconds: float
+    ) -> None:
+        self._backend = backend
         self._place = place
         self._base = f"rdzv/{digest(run_id)}/store/"
         self._absent = os.urandom(16)
         """What nobody has written: ``compare_set`` gives it back where there is nothing."""
         self._seconds = min(request_seconds, REQUEST_SECONDS_MAX)
-        self._links = Links(self._open, "rdzv-c10d-store")
 
     @property
     def endpoint(self) -> str:  # type: ignore[override]
@@ -291,7 +297,7 @@ class C10dClient(StoreClient):
         return self._read(lambda store: _length(self._content(store, self._queue(key))))
 
     def close(self) -> None:
-        self._links.close()
+        self._backend.disconnect()
 
     def _value(self, key: str) -> str:
         return f"{self._base}value/{key}"
@@ -326,14 +332,9 @@ class C10dClient(StoreClient):
                 return
             found = value
 
-    def _open(self, link: Link) -> Any:
-        store = self._place.connect(self._seconds)
-        store.set_timeout(timedelta(seconds=self._seconds))
-        return store
-
     def _read(self, job: Callable[[Any], T]) -> T:
         try:
-            return self._links.ask(job, self._seconds)
+            return self._backend.ask_store(job, self._seconds)
         except RendezvousConnectionError as error:
             raise Unanswered(str(error)) from error
         except RendezvousStateError as error:
@@ -353,7 +354,7 @@ class C10dClient(StoreClient):
                 return refusal
 
         try:
-            answer = self._links.ask(write, self._seconds)
+            answer = self._backend.ask_store(write, self._seconds)
         except RendezvousConnectionError as error:
             if begun:
                 raise dist.DistNetworkError(

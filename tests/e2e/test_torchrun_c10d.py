@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.c10d_targets import FileStoreTarget, TcpStoreTarget
-from integration.network_targets import tcp_server
+from integration.c10d_targets import FileStoreTarget, TcpStoreTarget, tcp_server
 
 from rdzv.conformance.process_server import ProcessServer
 from rdzv.conformance.registered import RegisteredTarget

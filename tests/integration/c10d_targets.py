@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rdzv.backends.c10d_places import TcpPlace
 from rdzv.backends.c10d_roster import digest
+from rdzv.conformance.process_server import ProcessServer
 from rdzv.conformance.registered import RegisteredTarget
+
+
+def tcp_server(folder: Path) -> ProcessServer:
+    """A store that a process of its own serves."""
+    return ProcessServer(
+        [sys.executable, __file__, "{port}"],
+        folder,
+        technology="TCPStore",
+        version=str(torch.__version__),
+    )
+
 
 TIMES = {"read_timeout": "2"}
 """Clauses in which nothing answers wait for it."""
@@ -66,3 +81,9 @@ class FileStoreTarget(RegisteredTarget):
         for lock in self._path.parent.glob("*.lock"):
             with contextlib.suppress(OSError):
                 lock.unlink()
+
+
+if __name__ == "__main__":
+    place = TcpPlace("127.0.0.1", int(sys.argv[1]), is_host=True)
+    place.open(10.0)
+    threading.Event().wait()

@@ -19,8 +19,7 @@ from rdzv.conformance.suites import (
 )
 from rdzv.conformance.target import Target
 
-from .c10d_targets import FileStoreTarget, TcpStoreTarget
-from .network_targets import tcp_server
+from .c10d_targets import FileStoreTarget, TcpStoreTarget, tcp_server
 
 
 @pytest.fixture(scope="module")
