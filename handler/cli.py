@@ -94,7 +94,7 @@ def _backends(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = [
         {
             "name": known.name,
-            "built": bool(known.factory),
+            "registered": bool(known.factory),
             "endpoint": known.endpoint,
             "extras": known.extras,
         }
@@ -104,9 +104,9 @@ def _backends(options: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     for row in rows:
-        status = "built" if row["built"] else "not in this release"
         extras = " or ".join(f"rdzv[{extra}]" for extra in row["extras"])
-        print(f"{row['name']:<12} {status:<20} {row['endpoint']:<42} {extras}".rstrip())
+        missing = "" if row["registered"] else "NOT REGISTERED: install rdzv again"
+        print(f"{row['name']:<12} {row['endpoint']:<75} {extras} {missing}".rstrip())
     return 0
 
 

@@ -52,10 +52,10 @@ class KnownBackend:
     extras: tuple[str, ...] = ()
     """The extras that bring its drivers; none where none is needed."""
     factory: str = ""
-    """``module:function``; "" as long as the backend is not built."""
+    """``module:function``; "" where the installation does not register it."""
 
 
-_PROMISED = (
+_OURS = (
     KnownBackend(
         "redis",
         "host:port, redis://, rediss://, unix://, redis+sentinel://, redis+cluster://",
@@ -82,11 +82,11 @@ _TORCHS_OWN = ("c10d", "etcd", "etcd-v2", "static")
 
 
 def known_backends() -> tuple[KnownBackend, ...]:
-    """All names: those of this project, built or not, then those of third parties."""
+    """All names: those of this project, then those of third parties."""
     installed = _entry_points()
     known = [
         replace(one, factory=installed[one.name].value if one.name in installed else "")
-        for one in _PROMISED
+        for one in _OURS
     ]
     ours = {one.name for one in known}
     others = sorted(set(installed) - ours)
@@ -184,14 +184,9 @@ def _find(name: str) -> KnownBackend:
             f"Installed are: {built or 'none'}."
         )
     if not known[name].factory:
-        if not built:
-            raise RendezvousSettingsError(
-                f"No backend is registered: the installation of rdzv {rdzv.__version__} has no "
-                "entry points. Install it again with pip."
-            )
         raise RendezvousSettingsError(
-            f"--rdzv-backend={name} is not part of rdzv {rdzv.__version__}. This release has: "
-            f"{built}. Choose one of them, or a release that has {name}."
+            f"--rdzv-backend={name} is not registered: the installation of rdzv "
+            f"{rdzv.__version__} lacks an entry point. Install it again with pip."
         )
     return known[name]
 

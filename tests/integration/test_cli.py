@@ -116,7 +116,8 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "backends")
     assert status == 0
     lines = {line.split()[0]: line for line in out.splitlines()}
-    assert " built " in lines["sqlite"]
+    assert "the path of a file" in lines["sqlite"]
+    assert "NOT REGISTERED" not in out
     assert "rdzv[redis]" in lines["redis"]
     status, out, _ = run(capsys, "backends", "--json")
     assert {row["name"] for row in json.loads(out)} >= {"sqlite", "redis", "etcd-v3"}
@@ -166,7 +167,7 @@ def test_check_finds_a_backend_that_ignores_tokens(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--backend=filestore",), "not part of rdzv"),
+        (("--backend=filestore",), "needs --rdzv-endpoint"),
         (("--backend=sqlight",), "Did you mean sqlite"),
         (("--backend=",), "non-empty"),
         (("--backend=sqlite", "--endpoint=env:RDZV_TEST_UNSET"), "RDZV_TEST_UNSET"),

@@ -34,8 +34,6 @@ RUN_AS_A_WHOLE = "docs/writing-a-backend.md"
 """tests/integration/test_writing_a_backend.py does, with the backend that it is about."""
 WITHOUT_DOCUMENTATION = {
     "heartbeat_timeout": "torch's name, accepted for its users; nothing of ours waits for it",
-    "is_host": "of a backend that is yet to come",
-    "store_type": "of a backend that is yet to come",
     "key_prefix": "of a backend that is yet to come",
 }
 """Options that no page has a row for, and why."""

@@ -1,0 +1,272 @@
+"""Where a C10d store is: a TCPStore that one of the nodes hosts, or a file that all nodes share.
+
+Which node hosts is found by trying: whoever can listen on the endpoint's port, because the address
+is its own, does; all others connect. Of several agents on one machine the operating system chooses
+one. A host that is gone is replaced in the same way, by any agent on its machine that notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import random
+import resource
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rdzv.address import is_own, join_host_port, resolve
+from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError, RendezvousStateError
+
+logger = logging.getLogger("rdzv")
+
+BACKLOG = 4096
+OPEN_FILES_WANTED = 65_536
+"""A host holds two connections for each node: the usual limit of 1,024 is too few for 500."""
+RETRY_SECONDS_FIRST = 0.05
+RETRY_SECONDS_LAST = 0.5
+HERE, GONE = "rdzv/here", "rdzv/gone"
+LINGER_POLL_SECONDS = 0.05
+
+
+class TcpPlace:
+    """A TCPStore at ``host:port``. ``is_host``: whether this node hosts it; None tries."""
+
+    pushes = True
+
+    def __init__(self, host: str, port: int, is_host: bool | None) -> None:
+        self.host, self.port = host, port
+        self.endpoint = join_host_port(host, port)
+        self._is_host = is_host
+        self._lock = threading.Lock()
+        self._server: Any = None
+        self._peer_address = ""
+        """Where somebody listened a moment ago."""
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this process serves the store."""
+        return self._server is not None
+
+    def open(self, seconds: float) -> None:
+        """Serve the store, if that falls to this node. Name resolution is tried again until the
+        time is over.
+
+        Raises ``RendezvousSettingsError`` where it was told to and cannot,
+        ``RendezvousConnectionError`` where the host has no address.
+        """
+        if self._is_host is False:
+            return
+        deadline = time.monotonic() + seconds
+        while not (addresses := self._addresses()):
+            if time.monotonic() >= deadline:
+                raise RendezvousConnectionError(
+                    f"The host of --rdzv-endpoint={self.endpoint} has no address: look at its "
+                    "spelling and at this machine's name resolution."
+                )
+            time.sleep(min(RETRY_SECONDS_LAST, max(0.0, deadline - time.monotonic())))
+        if self._is_host or any(map(is_own, addresses)):
+            self._serve(addresses)
+
+    def connect(self, seconds: float) -> Any:
+        """Another connection. Raises ``OSError`` where there is none within the time."""
+        deadline = time.monotonic() + seconds
+        pause = RETRY_SECONDS_FIRST
+        while not (peer := self._peer_address):
+            try:
+                peer = self._peer_address = self._peer(max(0.01, deadline - time.monotonic()))
+                break
+            except OSError as error:
+                if error.errno == errno.ECONNREFUSED and self._is_host is None:
+                    self._take_over()
+                if time.monotonic() + pause >= deadline:
+                    raise
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, RETRY_SECONDS_LAST)
+        # By its address: torch resolves names again, and logs what it cannot reach at once.
+        return dist.TCPStore(
+            peer,
+            self.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+        )
+
+    def doubt(self) -> None:
+        """Somebody's connection has failed: look first whether anybody listens."""
+        self._peer_address = ""
+
+    def close(self) -> None:
+        """Serve no longer."""
+        with self._lock:
+            self._server = None
+
+    def stamp_ms(self, store: Any) -> int | None:
+        """A TCPStore has no clock."""
+        return None
+
+    def exclusive(self) -> contextlib.AbstractContextManager[object]:
+        """For what takes several steps: each of a TCPStore's is atomic by itself."""
+        return contextlib.nullcontext()
+
+    def _addresses(self) -> tuple[str, ...]:
+        try:
+            return resolve(self.host)
+        except OSError:
+            return ()
+
+    def _peer(self, seconds: float) -> str:
+        """The address at which somebody listens."""
+        try:
+            with socket.create_connection((self.host, self.port), timeout=seconds) as probe:
+                return str(probe.getpeername()[0])
+        except UnicodeError as error:
+            raise OSError(errno.EINVAL, "not a host name") from error
+
+    def _take_over(self) -> None:
+        addresses = self._addresses()
+        if any(map(is_own, addresses)):
+            with contextlib.suppress(RendezvousSettingsError):
+                self._serve(addresses)
+
+    def _serve(self, addresses: tuple[str, ...]) -> None:
+        with self._lock:
+            if self._server is not None:
+                return
+            try:
+                listening = _listen(self.port, addresses)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE and not self._is_host:
+                    return
+                raise RendezvousSettingsError(
+                    f"This node cannot listen on port {self.port} of --rdzv-endpoint="
+                    f"{self.endpoint} ({error.strerror}). Give another port, or is_host=false in "
+                    "--rdzv-conf if another process serves the store there."
+                ) from error
+            _allow_many_files()
+            self.port = listening.getsockname()[1]
+            self.endpoint = join_host_port(self.host, self.port)
+            self._server = dist.TCPStore(
+                addresses[0] if addresses else self.host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+        logger.info("this node hosts the store at %s", self.endpoint)
+
+
+def _listen(port: int, addresses: tuple[str, ...]) -> socket.socket:
+    """At all addresses of this machine. At those of IPv4 alone where that is all that is asked
+    for: torch's server looks up the name of everybody who connects, and while the names of
+    addresses like ``::ffff:10.0.0.1`` are looked for, in vain, it serves nobody."""
+    if any(":" in address for address in addresses) and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+        )
+    return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def _allow_many_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(OPEN_FILES_WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class FilePlace:
+    """A FileStore. A file that nobody has written to for ``lifetime_seconds``, by the clock of its
+    file system, is what a crashed run has left: it is removed, and a new one begun."""
+
+    pushes = False
+
+    def __init__(self, path: str, lifetime_seconds: float) -> None:
+        self.endpoint = path
+        self._path = Path(path)
+        self._lifetime_seconds = lifetime_seconds
+        self._was_here = False
+
+    def open(self, seconds: float) -> None:
+        """Make the file. Raises ``RendezvousSettingsError`` where that cannot be."""
+        try:
+            with self.exclusive():
+                if self._path.exists() and self._is_stale():
+                    logger.warning(
+                        "%s was left by a run that has ended; it is begun anew", self._path
+                    )
+                    self._path.unlink()
+                self._path.touch()
+        except OSError as error:
+            raise RendezvousSettingsError(
+                f"--rdzv-endpoint={self.endpoint}: {error.strerror or error}. Give the path of a "
+                "file in a folder that exists and that all nodes share and may write to."
+            ) from error
+        self._was_here = True
+
+    def connect(self, seconds: float) -> Any:
+        """Another view of the file. Raises ``RendezvousStateError`` where it was removed."""
+        if self._was_here:
+            self.inode()
+        return GuardedFileStore(self, dist.FileStore(str(self._path), -1))
+
+    def doubt(self) -> None:
+        """A file is looked for every time."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """For what takes several steps: alone among all that use this file in this way."""
+        with self._path.with_name(self._path.name + ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def stamp_ms(self, store: Any) -> int | None:
+        """Now, by the clock of the file system."""
+        os.utime(self._path)
+        return self._path.stat().st_mtime_ns // 1_000_000
+
+    def inode(self) -> int:
+        """Which file it is now."""
+        try:
+            return self._path.stat().st_ino
+        except FileNotFoundError:
+            raise RendezvousStateError(
+                f"The file {self._path} was removed while a run used it. Stop the run's agents "
+                "and start them again, and remove it only when none of them is left."
+            ) from None
+
+    def _is_stale(self) -> bool:
+        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=".rdzv-now-") as probe:
+            now = os.stat(probe.name).st_mtime
+        return now - self._path.stat().st_mtime > self._lifetime_seconds
+
+
+class GuardedFileStore:
+    """torch's FileStore, which would make a file anew that was removed, and go on."""
+
+    def __init__(self, place: FilePlace, store: Any) -> None:
+        self._place = place
+        self._store = store
+        self._inode = place.inode()
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._place.inode()
+        if found != self._inode:
+            raise OSError(errno.ESTALE, "the file was replaced by another")
+        return getattr(self._store, name)
+
+
+Place = TcpPlace | FilePlace

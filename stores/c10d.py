@@ -1,0 +1,380 @@
+"""The backends ``tcpstore`` and ``filestore``, and their stores: torch's own, within the contract.
+
+A ``TCPStore`` hangs up on whoever adds to a text, does not reconnect, and lets a wait hold up all
+that shares its connection; a ``FileStore`` says True of any deletion, loses what two append at the
+same time, has no queues and raises errors of other types. :class:`C10dClient` asks both only for
+what they do well, most of all ``compare_set``, and leaves waiting, error types and namespaces to
+:class:`rdzv.stores.base.Store`. What a lost connection leaves open is not repeated: torch's stores
+cannot recognise a repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from rdzv.address import split_host_port
+from rdzv.backends.c10d import REQUEST_SECONDS_MAX, C10dRendezvousBackend
+from rdzv.backends.c10d_places import GONE, HERE, LINGER_POLL_SECONDS, FilePlace, Place, TcpPlace
+from rdzv.backends.c10d_roster import EXPIRED, digest
+from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError, RendezvousStateError
+from rdzv.settings import Settings
+from rdzv.stores.base import Backoff, Store, StoreClient, Unanswered, counter_after
+from rdzv.torch_store import Deadline, shown_keys
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+__all__ = ["C10dClient", "C10dStore", "create_filestore", "create_tcpstore"]
+
+T = TypeVar("T")
+
+DEFAULT_PORT = 29400
+"""That of torch's ``c10d``."""
+KEYS_LOOKED_AT_MAX = 4
+MISSING_SECONDS = 1.0
+NONCE_BYTES = 8
+
+
+def create_tcpstore(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, dist.Store]:
+    """The factory behind ``--rdzv-backend=tcpstore``.
+
+    Raises ``RendezvousSettingsError`` for what cannot work, ``RendezvousConnectionError`` for
+    what does not work now.
+    """
+    settings = Settings.from_parameters(params)
+    host, port = split_host_port(settings.endpoint or "localhost", DEFAULT_PORT)
+    if port == 0 and settings.is_host is False:
+        raise RendezvousSettingsError(
+            f"--rdzv-endpoint={settings.endpoint}: port 0 is any free port of the host, which "
+            "nobody else can know. Give the port that the host was given."
+        )
+    return _opened(TcpPlace(host, port, settings.is_host), settings)
+
+
+def create_filestore(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, dist.Store]:
+    """The factory behind ``--rdzv-backend=filestore``. Raises as :func:`create_tcpstore`."""
+    settings = Settings.from_parameters(params)
+    if not settings.endpoint:
+        raise RendezvousSettingsError(
+            "--rdzv-backend=filestore needs --rdzv-endpoint: the path of a file that all nodes "
+            "share."
+        )
+    lifetime_seconds = settings.outage_timeout_seconds + settings.closed_grace_seconds
+    return _opened(FilePlace(settings.endpoint, lifetime_seconds), settings)
+
+
+def _opened(place: Place, settings: Settings) -> tuple[C10dRendezvousBackend, dist.Store]:
+    seconds = settings.read_timeout_seconds
+    backend = PlacedBackend(place, settings)
+    try:
+        place.open(seconds)
+        backend.attend(seconds)
+    except BaseException:
+        backend.close()
+        raise
+    client = C10dClient(backend, place, settings.run_id, settings.read_timeout_seconds)
+    return backend, C10dStore(client, timeout=timedelta(seconds=seconds))
+
+
+class PlacedBackend(C10dRendezvousBackend):
+    """A backend that knows where its store is, and leaves last where it hosts it."""
+
+    def __init__(self, place: Place, settings: Settings) -> None:
+        super().__init__(
+            place.connect,
+            settings.run_id,
+            name=settings.backend,
+            endpoint=place.endpoint,
+            route=(place.host, place.port) if isinstance(place, TcpPlace) else None,
+            request_seconds=settings.read_timeout_seconds,
+            pushes=place.pushes,
+            stamp_ms=place.stamp_ms,
+            on_failure=place.doubt,
+        )
+        self._place = place
+        self._linger_seconds = settings.close_timeout_seconds
+        self._attends = False
+
+    @property
+    def endpoint(self) -> str:
+        return self._place.endpoint
+
+    def route(self) -> tuple[str, int] | None:
+        place = self._place
+        return (place.host, place.port) if isinstance(place, TcpPlace) else None
+
+    def attend(self, seconds: float) -> None:
+        """Connect, and let the host know that somebody is here. Raises
+        ``RendezvousConnectionError``."""
+        self._attends = isinstance(self._place, TcpPlace) and not self._place.hosts
+        self._ask(lambda session: self._attends and session.store().add(HERE, 1), seconds)
+        if self._pushes:
+            # Now, and not when all nodes do: torch looks up a name for each connection.
+            self._listen()
+
+    def close(self) -> None:
+        """See base class. Whoever hosts the store waits until the others have left it, for up to
+        ``close_timeout``."""
+        if isinstance(self._place, TcpPlace) and self._place.hosts:
+            with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
+                self._linger()
+        self.leave()
+        self._place.close()
+
+    def leave(self) -> None:
+        """See base class."""
+        attended, self._attends = self._attends, False
+        if attended:
+            # Where nobody answers, nobody is left to be told.
+            with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
+                self._ask(lambda session: session.store().add(GONE, 1))
+        super().leave()
+
+    def _linger(self) -> None:
+        deadline = time.monotonic() + self._linger_seconds
+        while time.monotonic() < deadline:
+            if self._ask(_others_have_left):
+                return
+            with self._changed:
+                self._changed.wait(LINGER_POLL_SECONDS)
+
+
+def _others_have_left(session: Any) -> bool:
+    store = session.store()
+    here, gone = int(store.add(HERE, 0)), int(store.add(GONE, 0))
+    if gone >= here:
+        return True
+    session.entries()
+    rows = session.roster.rows(session.look().tally).values()
+    expired = [row for row in rows if row.status == EXPIRED]
+    return len(expired) >= here - gone
+
+
+class C10dStore(Store):
+    """The keys of one run id in a store of torch's."""
+
+
+class C10dClient(StoreClient):
+    """The primitives of a store over ``compare_set``, on the connection of a backend: each that
+    is opened costs the host a look-up of a name."""
+
+    value_bytes_max = 8 * 1024 * 1024 - 65_536
+    """A TCPStore's server hangs up on more than 8 MiB."""
+
+    def __init__(
+        self, backend: C10dRendezvousBackend, place: Place, run_id: str, request_seconds: float
+    ) -> None:
+        self._backend = backend
+        self._place = place
+        self._base = f"rdzv/{digest(run_id)}/store/"
+        self._absent = os.urandom(16)
+        """What nobody has written: ``compare_set`` gives it back where there is nothing."""
+        self._seconds = min(request_seconds, REQUEST_SECONDS_MAX)
+
+    @property
+    def endpoint(self) -> str:  # type: ignore[override]
+        return self._place.endpoint
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        names = [self._value(key) for key in keys]
+
+        def read(store: Any) -> list[bytes | None]:
+            if len(names) > 1 and store.check(names):
+                return list(store.multi_get(names))
+            return [self._get(store, name) for name in names]
+
+        return self._read(read)
+
+    def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
+        names = [self._value(key) for key, _ in pairs]
+        values = [value for _, value in pairs]
+
+        def write(store: Any) -> None:
+            if len(names) == 1:
+                store.set(names[0], values[0])
+            else:
+                store.multi_set(names, values)
+            store.check(names[:1])  # a TCPStore's server does not answer a set
+
+        self._write(write)
+
+    def add(self, key: str, amount: int, operation: str) -> int:
+        name = self._value(key)
+
+        def look(store: Any) -> None:
+            # A TCPStore's server hangs up on whoever adds to a text.
+            counter_after(key, self._get(store, name), amount)
+
+        return self._write(lambda store: int(store.add(name, amount)), look)
+
+    def compare_set(
+        self, key: str, expected: bytes, desired: bytes, operation: str
+    ) -> bytes | None:
+        name = self._value(key)
+        return self._write(lambda store: bytes(store.compare_set(name, expected, desired)))
+
+    def append(self, key: str, value: bytes, operation: str) -> None:
+        name = self._value(key)
+
+        def look(store: Any) -> None:
+            if len(self._get(store, name) or b"") + len(value) > self.value_bytes_max:
+                raise ValueError(
+                    f"value for {shown_keys([key])} would have more than value_bytes_max "
+                    f"({self.value_bytes_max})"
+                )
+
+        def append(store: Any) -> None:
+            if store.has_extended_api():
+                store.append(name, value)
+                store.check([name])
+                return
+            with self._place.exclusive():
+                store.set(name, (self._get(store, name) or b"") + value)
+
+        self._write(append, look)
+
+    def delete(self, key: str, operation: str) -> bool:
+        name = self._value(key)
+
+        def delete(store: Any) -> bool:
+            with self._place.exclusive():
+                return bool(store.check([name])) and bool(store.delete_key(name))
+
+        return self._write(delete)
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        return self._read(lambda store: self._missing(store, keys))
+
+    def wait_for_keys(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
+        if len(keys) <= KEYS_LOOKED_AT_MAX:
+            return super().wait_for_keys(keys, timeout_seconds)
+        names = [self._value(key) for key in keys]
+        deadline = Deadline(min(timeout_seconds, MISSING_SECONDS))
+        pauses = Backoff(self.poll_seconds_first, self.poll_seconds_last)
+        while not self._read(lambda store: store.check(names)):
+            if deadline.passed:
+                return self.missing(keys)
+            pauses.sleep(deadline)
+        return []
+
+    def count_keys(self, prefix: str) -> int:
+        return len(self.list_keys(prefix))
+
+    def list_keys(self, prefix: str) -> list[str]:
+        begin = self._value("")
+        found: list[str] = self._read(lambda store: store.list_keys())
+        keys = [key[len(begin) :] for key in found if key.startswith(begin)]
+        return [key for key in keys if key.startswith(prefix)]
+
+    def queue_push(self, key: str, value: bytes, operation: str) -> None:
+        chunk = struct.pack(">I", len(value)) + value
+
+        def push(found: bytes) -> bytes:
+            return found + chunk
+
+        self._write(lambda store: self._change(store, self._queue(key), push))
+
+    def queue_pop(self, key: str, operation: str) -> bytes | None:
+        taken: list[bytes] = []
+
+        def pop(found: bytes) -> bytes:
+            end = _end_of_first(found)
+            taken[:] = [found[4:end]] if found else []
+            return found[end:]
+
+        self._write(lambda store: self._change(store, self._queue(key), pop))
+        return taken[0] if taken else None
+
+    def queue_len(self, key: str) -> int:
+        return self._read(lambda store: _length(self._content(store, self._queue(key))))
+
+    def close(self) -> None:
+        self._backend.disconnect()
+
+    def _value(self, key: str) -> str:
+        return f"{self._base}value/{key}"
+
+    def _queue(self, key: str) -> str:
+        return f"{self._base}queue/{key}"
+
+    def _get(self, store: Any, name: str) -> bytes | None:
+        value: bytes = store.compare_set(name, self._absent, self._absent)
+        return None if value == self._absent else value
+
+    def _missing(self, store: Any, keys: Sequence[str]) -> list[str]:
+        if not keys or store.check([self._value(key) for key in keys]):
+            return []
+        return [
+            key
+            for key in keys
+            if not store.check([self._value(key)]) and not self._content(store, self._queue(key))
+        ]
+
+    def _content(self, store: Any, name: str) -> bytes:
+        return (self._get(store, name) or b"")[NONCE_BYTES:]
+
+    def _change(self, store: Any, name: str, change: Callable[[bytes], bytes]) -> None:
+        """Change a queue, which is one value. Of two who would write the same at once, one alone
+        has done it: so each value begins with bytes that no other has."""
+        found = self._get(store, name) or b""
+        while (content := change(found[NONCE_BYTES:])) != found[NONCE_BYTES:]:
+            new = os.urandom(NONCE_BYTES) + content
+            value: bytes = store.compare_set(name, found, new)
+            if value == new:
+                return
+            found = value
+
+    def _read(self, job: Callable[[Any], T]) -> T:
+        try:
+            return self._backend.ask_store(job, self._seconds)
+        except RendezvousConnectionError as error:
+            raise Unanswered(str(error)) from error
+        except RendezvousStateError as error:
+            raise dist.DistStoreError(str(error)) from error
+
+    def _write(self, job: Callable[[Any], T], look: Callable[[Any], None] | None = None) -> T:
+        """Do what must not be done twice; ``look`` comes before and may refuse it."""
+        begun: list[bool] = []
+
+        def write(store: Any) -> T | ValueError:
+            try:
+                if look is not None:
+                    look(store)
+                begun.append(True)
+                return job(store)
+            except ValueError as refusal:
+                return refusal
+
+        try:
+            answer = self._backend.ask_store(write, self._seconds)
+        except RendezvousConnectionError as error:
+            if begun:
+                raise dist.DistNetworkError(
+                    f"{self.endpoint}: {error}; whether the write was done is not known"
+                ) from error
+            raise Unanswered(str(error)) from error
+        except RendezvousStateError as error:
+            raise dist.DistStoreError(str(error)) from error
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
+
+
+def _length(queue: bytes) -> int:
+    count = 0
+    while queue:
+        queue = queue[_end_of_first(queue) :]
+        count += 1
+    return count
+
+
+def _end_of_first(queue: bytes) -> int:
+    return 4 + int(struct.unpack(">I", queue[:4])[0]) if queue else 0

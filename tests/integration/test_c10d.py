@@ -1,0 +1,328 @@
+"""What is particular to torch's own stores: who hosts, who leaves last, who watches whom."""
+
+from __future__ import annotations
+
+import collections
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from rdzv import registry
+from rdzv.backends.c10d import C10dRendezvousBackend
+from rdzv.backends.c10d_roster import HEAL_SECONDS, KEEPERS, REVISION, SMALL, digest
+from rdzv.errors import (
+    RendezvousConnectionError,
+    RendezvousSettingsError,
+    RendezvousStateError,
+)
+from rdzv.ports import Entry, Question
+from rdzv.stores.memory import MemoryClient, MemoryStore
+
+TTL_SECONDS = 2.0
+LONG_SECONDS = 60.0
+DEADLINE_SECONDS = 20.0
+LINGER_SECONDS = 1.0
+READ_SECONDS = 1.0
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    """What is to be closed in the end, last first."""
+    opened: list[Any] = []
+    yield opened
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        number: int = probe.getsockname()[1]
+        return number
+
+
+def parameters(backend: str, endpoint: str, **config: str) -> RendezvousParameters:
+    config = {"close_timeout": str(LINGER_SECONDS), "read_timeout": "10", **config}
+    return RendezvousParameters(backend, endpoint, "job", 1, 1, **config)
+
+
+def opened_tcp(opened: list[Any], endpoint: str, **config: str) -> Any:
+    backend, store = registry.open_backend(parameters("tcpstore", endpoint, **config))
+    opened += [backend, store]
+    return backend
+
+
+def until(condition: Any, seconds: float = DEADLINE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        threading.Event().wait(0.05)
+
+
+def announced(backend: Any, node_id: str, ttl_seconds: float = LONG_SECONDS) -> Any:
+    return backend.announce(Entry(node_id, b"", "round"), ttl_seconds, Question())
+
+
+# Who hosts
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_whoever_comes_first_hosts(opened: list[Any], port: int, host: str) -> None:
+    first, second = (opened_tcp(opened, f"{host}:{port}") for _ in range(2))
+    assert (first._place.hosts, second._place.hosts) == (True, False)
+    _, token, _ = first.set_state(b"1")
+    assert second.get_state() == (b"1", token)
+
+
+def test_many_come_at_once_and_one_hosts(opened: list[Any], port: int) -> None:
+    threads = [
+        threading.Thread(target=opened_tcp, args=(opened, f"127.0.0.1:{port}")) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    backends = [each for each in opened if isinstance(each, C10dRendezvousBackend)]
+    assert len(backends) == 8
+    assert sum(each._place.hosts for each in backends) == 1  # type: ignore[attr-defined]
+    backends[0].set_state(b"1")
+    assert {each.get_state()[0] for each in backends} == {b"1"}
+
+
+def test_host_by_order_needs_the_port(opened: list[Any], port: int) -> None:
+    opened_tcp(opened, f"127.0.0.1:{port}", is_host="true")
+    with pytest.raises(RendezvousSettingsError, match=f"port {port}.*is_host=false"):
+        opened_tcp(opened, f"127.0.0.1:{port}", is_host="true")
+
+
+def test_nobody_hosts(opened: list[Any], port: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match=str(port)):
+        opened_tcp(opened, f"127.0.0.1:{port}", is_host="false", read_timeout=str(READ_SECONDS))
+    assert READ_SECONDS / 2 < time.monotonic() - started < DEADLINE_SECONDS
+
+
+def test_host_without_an_address(opened: list[Any]) -> None:
+    with pytest.raises(RendezvousConnectionError, match="no address"):
+        opened_tcp(opened, "nowhere.invalid:1", read_timeout=str(READ_SECONDS))
+
+
+def test_another_agent_of_the_machine_takes_over(opened: list[Any], port: int) -> None:
+    first, second, third = (opened_tcp(opened, f"127.0.0.1:{port}") for _ in range(3))
+    _, old, _ = first.set_state(b"1")
+    first._place.close()
+
+    def is_taken_over() -> bool:
+        try:
+            return second.get_state() is None and third.get_state() is None
+        except RendezvousConnectionError:
+            return False
+
+    until(is_taken_over)
+    assert second._place.hosts != third._place.hosts
+    assert third.set_state(b"late", old) is None
+    _, new, _ = third.set_state(b"1")
+    assert second.get_state() == (b"1", new)
+
+
+# Who leaves last
+
+
+def test_host_stays_until_the_others_have_left(opened: list[Any], port: int) -> None:
+    host, other = (
+        opened_tcp(opened, f"127.0.0.1:{port}", close_timeout=str(LONG_SECONDS)) for _ in range(2)
+    )
+    leaving = threading.Thread(target=host.close)
+    leaving.start()
+    leaving.join(0.5)
+    assert leaving.is_alive()
+    assert other.get_state() is None
+    other.close()
+    leaving.join(DEADLINE_SECONDS)
+    assert not leaving.is_alive()
+
+
+def test_host_does_not_wait_for_ever(opened: list[Any], port: int) -> None:
+    host, _ = (opened_tcp(opened, f"127.0.0.1:{port}") for _ in range(2))
+    started = time.monotonic()
+    host.close()
+    assert LINGER_SECONDS <= time.monotonic() - started < DEADLINE_SECONDS
+
+
+def test_host_does_not_wait_for_the_dead(opened: list[Any], port: int) -> None:
+    host, other = (
+        opened_tcp(opened, f"127.0.0.1:{port}", close_timeout=str(LONG_SECONDS)) for _ in range(2)
+    )
+    announced(host, "host")
+    announced(other, "other", TTL_SECONDS)
+    started = time.monotonic()
+    host.close()
+    assert time.monotonic() - started < DEADLINE_SECONDS
+
+
+# What it costs
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.asked: collections.Counter[str] = collections.Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("set_timeout", "has_extended_api"):
+            self.asked[name] += 1
+        return getattr(self.store, name)
+
+
+def on(store: Any, opened: list[Any], *, pushes: bool = False) -> C10dRendezvousBackend:
+    opened.append(C10dRendezvousBackend(lambda seconds: store, "job", pushes=pushes))
+    backend: C10dRendezvousBackend = opened[-1]
+    return backend
+
+
+def test_a_token_is_small_whatever_the_document(opened: list[Any]) -> None:
+    backend = on(dist.HashStore(), opened)
+    _, token, _ = backend.set_state(b"x" * 1_000_000)
+    assert len(str(token)) < 100
+
+
+def test_a_beat_costs_the_same_whatever_the_number_of_nodes(opened: list[Any]) -> None:
+    costs = []
+    for nodes in (SMALL + KEEPERS + 1, 10 * SMALL):
+        shared = dist.HashStore()
+        store = Counting(shared)
+        crowd = on(shared, opened)
+        for number in range(nodes):
+            announced(crowd, f"node{number}")
+        keepers = [on(shared, opened) for _ in range(KEEPERS)]
+        for number, keeper in enumerate(keepers):
+            keeper.beat(f"node{number}", LONG_SECONDS, Question())
+        mine = on(store, opened)
+        mine.beat(f"node{KEEPERS}", LONG_SECONDS, Question())
+        store.asked.clear()
+        mine.beat(f"node{KEEPERS}", LONG_SECONDS, Question())
+        costs.append(dict(store.asked))
+    assert costs[0] == costs[1]
+    assert sum(costs[0].values()) <= 3 + 2 * KEEPERS, costs
+
+
+# Who watches whom
+
+
+def test_keepers_notice_a_loss_among_many(opened: list[Any]) -> None:
+    store = dist.HashStore()
+    crowd, keeper = on(store, opened), on(store, opened)
+    names = [f"node{number}" for number in range(2 * SMALL)]
+    for name in names:
+        announced(crowd, name)
+    announced(keeper, "keeper", TTL_SECONDS)
+    announced(crowd, "lost", TTL_SECONDS)
+
+    def live() -> int:
+        count: int = keeper.beat("keeper", TTL_SECONDS, Question()).live
+        return count
+
+    assert live() == len(names) + 2
+    until(lambda: live() == len(names) + 1)
+    pulse = crowd.beat(names[0], LONG_SECONDS, Question("lost", "round"))
+    assert (pulse.live, pulse.peer_live) == (len(names) + 1, False)
+    assert pulse.confirmed == len(names) + 1
+
+
+def test_lost_keepers_are_replaced(opened: list[Any]) -> None:
+    store = dist.HashStore()
+    crowd, mine = on(store, opened), on(store, opened)
+    for number in range(2 * SMALL):
+        announced(crowd, f"node{number}")
+    for number in range(KEEPERS):
+        keeper = on(store, opened)
+        announced(keeper, f"keeper{number}", TTL_SECONDS)
+        keeper.beat(f"keeper{number}", TTL_SECONDS, Question())
+    announced(mine, "mine", TTL_SECONDS)
+
+    def live() -> int:
+        count: int = mine.beat("mine", TTL_SECONDS, Question()).live
+        return count
+
+    assert live() == 2 * SMALL + KEEPERS + 1
+    until(lambda: live() == 2 * SMALL + 1)
+
+
+def test_a_wrong_count_is_put_right(opened: list[Any]) -> None:
+    store = dist.HashStore()
+    backend = on(store, opened)
+    announced(backend, "node")
+    store.add(f"rdzv/{digest('job')}/tally", -1 + REVISION)
+
+    def live() -> int:
+        count: int = backend.beat("node", LONG_SECONDS, Question()).live
+        return count
+
+    assert live() == 0
+    until(lambda: live() == 1, HEAL_SECONDS + DEADLINE_SECONDS)
+
+
+# Other stores
+
+
+@pytest.mark.parametrize("pushes", [True, False])
+def test_our_own_stores_serve_as_well(opened: list[Any], pushes: bool) -> None:
+    client = MemoryClient()
+    backends = []
+    for _ in range(2):
+        opened.append(MemoryStore(client))
+        backends.append(on(opened[-1], opened, pushes=pushes))
+    first, second = backends
+    _, old, _ = first.set_state(b"1")
+    _, new, _ = second.set_state(b"2", old)
+    assert first.wait_for_change(old, LONG_SECONDS) == (b"2", new)
+    announced(first, "node")
+    assert [row.entry.node_id for row in second.entries()] == ["node"]
+
+
+# The file
+
+
+def opened_file(opened: list[Any], path: Path, **config: str) -> Any:
+    backend, store = registry.open_backend(parameters("filestore", str(path), **config))
+    opened += [backend, store]
+    return backend
+
+
+def test_a_stale_file_is_begun_anew(opened: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    first = opened_file(opened, path)
+    first.set_state(b"1")
+    first.close()
+    assert opened_file(opened, path).get_state()[0] == b"1"
+    long_ago = time.time() - 24 * 3600
+    os.utime(path, (long_ago, long_ago))
+    assert opened_file(opened, path).get_state() is None
+
+
+def test_a_removed_file_is_an_error_at_once(opened: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    backend = opened_file(opened, path)
+    backend.set_state(b"1")
+    path.unlink()
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(RendezvousStateError, match="was removed"):
+            backend.get_state()
+        assert time.monotonic() - started < READ_SECONDS
+    assert not path.exists()
+
+
+def test_a_file_without_a_folder(opened: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(RendezvousSettingsError, match="folder that exists"):
+        opened_file(opened, tmp_path / "nowhere" / "store")
