@@ -1,12 +1,13 @@
 # Every target first brings .venv up to date (.ci/venv.py says how); that takes no time when it is.
 # Variables:  PYTHON=python3.11  TORCH_VERSION=2.13.0  TORCH_INDEX_URL=URL  TORCH=cuda  SEEDS=100
-#             SERVERS=auto  REQUIRE=redis,postgresql,mysql,etcd
+#             SERVERS=auto  REQUIRE=redis,postgresql,mysql,etcd  PROCESSES=2
 #             NODES="8 64 256"  BACKENDS="redis c10d"  ROUNDS=3  BENCH="--limit 120 --plot join.svg"
 
 PYTHON ?= python3
 SEEDS ?= 100
 SERVERS ?= auto
 REQUIRE ?=
+PROCESSES ?= 2
 NODES ?= 8 32 64
 BACKENDS ?= redis sqlite c10d
 ROUNDS ?= 3
@@ -20,7 +21,8 @@ PROGRAMS := $(wildcard .ci/*.py examples/*.py benchmarks/*.py)
 # One process for everything, so that one closing line counts everything.
 PYTEST := $(BIN)/pytest --doctest-modules --pyargs rdzv ./tests --rdzv-servers=$(SERVERS) \
     $(if $(REQUIRE),--rdzv-require=$(REQUIRE))
-IN_CONTAINERS := tests/integration/test_servers.py tests/integration/test_redis_conformance.py
+IN_CONTAINERS := tests/integration/test_servers.py \
+    $(addprefix tests/integration/test_,$(addsuffix _conformance.py,redis postgresql mysql etcd))
 REPORT := build/conformance.json
 
 .PHONY: help venv demo test test-full test-docker lint types kit-proof sim bench bench-join clean
@@ -42,20 +44,21 @@ demo: venv  ## an elastic training run on SQLite: a node dies, a new one joins
 test: lint types  ## all checks and tests, about 10 minutes on 2 cores
 	@echo "[sim] $(SEEDS) seeds"
 	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
-	@echo "[pytest] doctests and tests/, in two processes"
-	@$(PYTEST) --numprocesses=2 --dist=loadfile
+	@echo "[pytest] doctests and tests/, in $(PROCESSES) processes"
+	@$(PYTEST) --numprocesses=$(PROCESSES) --dist=loadfile
 
 test-full: SEEDS := 1000
 test-full: lint types  ## the same with 1,000 simulation seeds and the long tests
 	@echo "[sim] $(SEEDS) seeds"
 	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
 	@echo "[pytest] doctests and tests/, the long ones too"
-	@$(PYTEST) --numprocesses=2 --dist=loadfile -m "" --rdzv-report=$(REPORT)
+	@$(PYTEST) --numprocesses=$(PROCESSES) --dist=loadfile -m "" --rdzv-report=$(REPORT)
 	@$(BIN)/python .ci/matrix.py $(REPORT)
 
 test-docker: venv  ## the conformance suites on servers in containers (needs a Docker engine)
 	@echo "[pytest] servers in containers"
-	@$(BIN)/pytest --rdzv-servers=docker --rdzv-require=redis,postgresql,mysql,etcd $(IN_CONTAINERS)
+	@$(BIN)/pytest --rdzv-servers=docker --rdzv-require=redis,postgresql,mysql,etcd \
+	    --numprocesses=$(PROCESSES) --dist=loadfile $(IN_CONTAINERS)
 
 lint: venv  ## ruff: rules and format
 	@echo "[lint] ruff"
