@@ -265,7 +265,8 @@ class EtcdClient(StoreClient):
         while missing and (left := deadline - time.monotonic()) > 0:
             places = {self._key(key): key for key in missing}
             first, last = min(places), max(places) + END
-            self._hear(first, last, revision, left, set(places))
+            if self._hear(first, last, revision, left, set(places)) and len(missing) == 1:
+                return []  # it was there; several need not have been there together
             missing, revision = self._missing(missing, deadline - time.monotonic())
         return missing
 
@@ -317,27 +318,28 @@ class EtcdClient(StoreClient):
 
     def _hear(
         self, first: bytes, end: bytes, revision: int, seconds: float, awaited: set[bytes] | None
-    ) -> None:
-        """Until all keys that are awaited were written after that revision, where it is None
-        anything in the range; or for a while."""
+    ) -> bool:
+        """Whether all keys that are awaited were written after that revision, where it is None
+        anything in the range: at once if so, False after a while."""
         seconds, closings = min(seconds, WAIT_SLICE_SECONDS_MAX), self._etcd.closings
         try:
             for event in self._etcd.watch(first, end, revision + 1, seconds, puts=True):
                 is_late = isinstance(event, int)
                 written = self._written_since(first, end, revision) if is_late else [event.kv]
                 if awaited is None and written:
-                    return
+                    return True
                 for kv in written:
                     place = kv.key.partition(ITEM)[0].removesuffix(VALUE)
                     if awaited is not None:
                         awaited.discard(place)
                 if not awaited and written:
-                    return
+                    return True
         except RendezvousConnectionError:
             # Whoever cannot be asked says so at the next look.
             with self._translated():
                 self._etcd.check_open(closings)
             time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
+        return False
 
     def _written_since(self, first: bytes, end: bytes, revision: int) -> Any:
         found = self._etcd.get(first, end, keys_only=True, min_mod_revision=revision + 1)
