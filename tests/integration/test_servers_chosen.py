@@ -22,6 +22,7 @@ from rdzv.conformance.servers.options import (
     read_servers,
 )
 from rdzv.conformance.servers.pool import ServerPool
+from rdzv.conformance.servers.programs import on_path
 from rdzv.conformance.servers.technologies import ALL
 
 from .server_kit import ServerCase
@@ -88,6 +89,20 @@ def test_without_an_engine_auto_takes_programs_and_docker_says_so(
     assert easy.unavailable() == {}
     strict.close()
     easy.close()
+
+
+@pytest.mark.parametrize(
+    ("first_line", "is_taken"), [("#!/bin/sh", True), (f"#!{sys.executable}", False)]
+)
+def test_the_command_of_a_wheel_is_not_taken_for_the_server(
+    first_line: str, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "rdzv-test-server"
+    command.write_text(f"{first_line}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = on_path("rdzv-test-server")
+    assert (found is not None and found.path == command) == is_taken
 
 
 def test_an_engine_that_is_silent_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

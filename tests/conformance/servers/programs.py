@@ -72,12 +72,23 @@ def on_path(*names: str) -> Program | None:
     """The first of the names on PATH or in the system's folders."""
     for name in names:
         path = shutil.which(name)
-        if path:
+        if path and not _is_python_script(path):
             return Program(Path(path), "on PATH")
         for folder in SYSTEM_FOLDERS:
             if os.access(f"{folder}/{name}", os.X_OK):
                 return Program(Path(folder, name), f"in {folder}")
     return None
+
+
+def _is_python_script(path: str) -> bool:
+    """Whether it is a wheel's command, which starts the server as a child: what is killed or paused
+    then is not the server. A shell's script is thought to become the server."""
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(256)
+    except OSError:
+        return False
+    return first.startswith(b"#!") and b"python" in first
 
 
 def in_wheel(distribution: str, package: str, pattern: str, *more: str) -> Program | None:
