@@ -124,7 +124,7 @@ class RedisConnections:
     def explained(self, error: BaseException) -> str:
         """What happened, where, and what to do; without secrets."""
         text = mask_secrets(f"{type(error).__name__}: {error}", *self._secrets)
-        return f"Redis at {self.endpoint}: {text}{_advice(error)}"
+        return f"Redis at {self.endpoint}: {text.rstrip('.')}{_advice(error)}"
 
     def _fitting(self, within_seconds: float | None) -> float:
         possible = self._request_seconds
@@ -162,8 +162,11 @@ class RedisConnections:
             logger.debug("closing connections to %s failed", self.endpoint, exc_info=True)
 
     def _raise(self, error: Exception) -> NoReturn:
-        if "WRONGTYPE" in str(error):
-            raise RendezvousStateError(self.explained(error)) from error
+        if isinstance(error, redis.exceptions.ResponseError) and _is_foreign(str(error)):
+            raise RendezvousStateError(
+                f"{self.explained(error)}. What is stored below {self.base.decode()} rdzv has not "
+                "written: see who else writes there, or use another key_prefix"
+            ) from error
         raise RendezvousConnectionError(self.explained(error)) from error
 
 
@@ -189,6 +192,11 @@ def _disconnect(client: Any) -> None:
     client.connection_pool.disconnect(inuse_connections=True)
 
 
+def _is_foreign(text: str) -> bool:
+    """Whether a script or a command stumbled over data that no script of ours leaves."""
+    return "WRONGTYPE" in text or "attempt to " in text or "hash value is not an integer" in text
+
+
 def _advice(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, redis.sentinel.MasterNotFoundError):
@@ -206,6 +214,11 @@ def _advice(error: BaseException) -> str:
         return ACL_ADVICE
     if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in text:
         return ". The server is out of memory: raise its maxmemory or free some"
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return (
+            ". It is a replica, or has become one: give the master's endpoint, or Sentinel's "
+            "(redis+sentinel://)"
+        )
     if isinstance(error, redis.exceptions.TimeoutError):
         return ". Look whether the server runs and can be reached from here"
     return ""
