@@ -72,7 +72,10 @@ class RedisConnections:
         self._make, self._route = client_factory(endpoint, options, self.base + b"state")
         hurried = {s for s in HURRIED_SECONDS if s < options.request_seconds}
         self._request_seconds = sorted(hurried | {options.request_seconds})
-        self._wait_seconds = WAIT_SLICE_SECONDS_MAX + options.request_seconds
+        # Who waits beats in between: what hangs is noticed before its entry has expired.
+        patience = max(1.0, options.keep_alive_interval_seconds)
+        self.wait_slice_seconds = min(WAIT_SLICE_SECONDS_MAX, patience)
+        self._wait_seconds = self.wait_slice_seconds + options.request_seconds
         self._lock = threading.Lock()
         self._clients: dict[float, Any] = {}
         self._disconnections = 0
@@ -101,7 +104,7 @@ class RedisConnections:
         return self._with(self._fitting(within_seconds), request)
 
     def wait(self, request: Callable[[Any], T]) -> T:
-        """The same on a connection that may wait for ``WAIT_SLICE_SECONDS_MAX``."""
+        """The same on a connection that may wait for ``wait_slice_seconds``."""
         return self._with(self._wait_seconds, request)
 
     def listen(self, request: Callable[[Any], T], within_seconds: float) -> T:

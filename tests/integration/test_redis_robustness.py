@@ -444,3 +444,19 @@ def test_a_stopped_server_does_not_hold_a_caller_beyond_his_timeout(
     assert set(held) == set(calls)
     # A second, and another for a machine that is slow.
     assert max(held.values()) < timeout_seconds + 2.0, held
+
+
+def test_a_wait_that_hears_nothing_ends_before_the_entry_has_expired(server: Any, raw: Any) -> None:
+    options = RedisOptions(keep_alive_interval_seconds=1.0)
+    window_seconds = 4.0
+    with Proxy(server.address) as proxy:
+        backend = RedisBackend(proxy_endpoint(proxy), "run", options)
+        with closing(backend):
+            backend.open()
+            hole = threading.Timer(0.3, proxy.black_hole)
+            begun = time.monotonic()
+            hole.start()
+            with pytest.raises(RendezvousConnectionError, match="Timeout"):
+                backend.wait_for_change(None, TTL_SECONDS)
+            assert time.monotonic() - begun < window_seconds
+            hole.join()
