@@ -143,7 +143,11 @@ class RedisConnections:
             before = self._disconnections
         try:
             return request(client)
-        except (redis.exceptions.ReadOnlyError, redis.exceptions.MovedError) as error:
+        except (
+            redis.exceptions.ReadOnlyError,
+            redis.exceptions.MovedError,
+            redis.exceptions.ClusterDownError,
+        ) as error:
             # A failover: what is connected leads to the former master. Nothing was done.
             self._give_up(client)
             self._raise(error)

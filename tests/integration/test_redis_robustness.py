@@ -26,7 +26,7 @@ from rdzv.stores.base import Unanswered, current_deadline
 from rdzv.stores.redis import RedisClient, RedisStore
 from rdzv.torch_store import Deadline
 
-from .redis_topologies import Topologies
+from .redis_topologies import Topologies, wait_until
 
 TTL_SECONDS = 60.0
 CLIENTS = 4
@@ -403,6 +403,41 @@ def test_sentinels_may_have_a_password_of_their_own(guarded: tuple[str, int]) ->
     backend.open()
     assert backend.set_state(b"x") is not None
     backend.close()
+
+
+def is_whole(node: Any) -> bool:
+    state = node.cluster("info")["cluster_state"]
+    return state in ("ok", b"ok")
+
+
+def test_a_node_that_the_cluster_has_left_behind_is_passed_over(tmp_path: Path) -> None:
+    """One alone, cut off or replaced, says ``CLUSTERDOWN`` for as long as it runs."""
+    program = Redis().installed() or Redis().from_wheel()
+    if program is None:
+        pytest.skip(f"no server of Redis: {Redis.how}")
+    options = ["--port", "{port}", "--dir", "{data}", "--cluster-enabled", "yes", "--save", ""]
+    started = [
+        ProcessServer([str(program.path), *options], tmp_path / name, technology="redis")
+        for name in ("alone", "whole")
+    ]
+    (host, left), (_, right) = (one.address for one in started)
+    backend = RedisBackend(f"redis+cluster://{host}:{left},{host}:{right}", "run")
+    try:
+        with redis.Redis(host, left) as first, redis.Redis(host, right) as second:
+            second.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+            wait_until("the second is whole", lambda: is_whole(second))
+            assert backend.get_state() is None
+            second.execute_command("CLUSTER", "FLUSHSLOTS")
+            first.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+            wait_until("the first is whole", lambda: is_whole(first))
+            # By the connection that there is; nothing was done.
+            with pytest.raises(RendezvousConnectionError, match="ClusterDown"):
+                backend.set_state(b"x")
+            assert backend.set_state(b"x") is not None
+    finally:
+        backend.close()
+        for one in started:
+            one.close()
 
 
 # --------------------------------------------------------------------------- no longer than asked
