@@ -22,7 +22,6 @@ import redis
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.redis_client import (
-    WAIT_SLICE_SECONDS_MAX,
     RedisConnections,
     RedisOptions,
     logger,
@@ -193,7 +192,7 @@ class RedisBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            block_ms = max(1, round(min(left, WAIT_SLICE_SECONDS_MAX) * 1000))
+            block_ms = max(1, round(min(left, self._redis.wait_slice_seconds) * 1000))
             told = self._redis.wait(lambda client: client.xread(streams, block=block_ms))  # noqa: B023
             if told and revision is not None and self._states not in _streams_of(told):
                 return None

@@ -72,7 +72,10 @@ class RedisConnections:
         self._make, self._route = client_factory(endpoint, options, self.base + b"state")
         hurried = {s for s in HURRIED_SECONDS if s < options.request_seconds}
         self._request_seconds = sorted(hurried | {options.request_seconds})
-        self._wait_seconds = WAIT_SLICE_SECONDS_MAX + options.request_seconds
+        # Who waits beats in between: what hangs is noticed before its entry has expired.
+        patience = max(1.0, options.keep_alive_interval_seconds)
+        self.wait_slice_seconds = min(WAIT_SLICE_SECONDS_MAX, patience)
+        self._wait_seconds = self.wait_slice_seconds + options.request_seconds
         self._lock = threading.Lock()
         self._clients: dict[float, Any] = {}
         self._disconnections = 0
@@ -101,7 +104,7 @@ class RedisConnections:
         return self._with(self._fitting(within_seconds), request)
 
     def wait(self, request: Callable[[Any], T]) -> T:
-        """The same on a connection that may wait for ``WAIT_SLICE_SECONDS_MAX``."""
+        """The same on a connection that may wait for ``wait_slice_seconds``."""
         return self._with(self._wait_seconds, request)
 
     def listen(self, request: Callable[[Any], T], within_seconds: float) -> T:
@@ -124,7 +127,7 @@ class RedisConnections:
     def explained(self, error: BaseException) -> str:
         """What happened, where, and what to do; without secrets."""
         text = mask_secrets(f"{type(error).__name__}: {error}", *self._secrets)
-        return f"Redis at {self.endpoint}: {text}{_advice(error)}"
+        return f"Redis at {self.endpoint}: {text.rstrip('.')}{_advice(error)}"
 
     def _fitting(self, within_seconds: float | None) -> float:
         possible = self._request_seconds
@@ -140,7 +143,11 @@ class RedisConnections:
             before = self._disconnections
         try:
             return request(client)
-        except (redis.exceptions.ReadOnlyError, redis.exceptions.MovedError) as error:
+        except (
+            redis.exceptions.ReadOnlyError,
+            redis.exceptions.MovedError,
+            redis.exceptions.ClusterDownError,
+        ) as error:
             # A failover: what is connected leads to the former master. Nothing was done.
             self._give_up(client)
             self._raise(error)
@@ -162,8 +169,11 @@ class RedisConnections:
             logger.debug("closing connections to %s failed", self.endpoint, exc_info=True)
 
     def _raise(self, error: Exception) -> NoReturn:
-        if "WRONGTYPE" in str(error):
-            raise RendezvousStateError(self.explained(error)) from error
+        if isinstance(error, redis.exceptions.ResponseError) and _is_foreign(str(error)):
+            raise RendezvousStateError(
+                f"{self.explained(error)}. What is stored below {self.base.decode()} rdzv has not "
+                "written: see who else writes there, or use another key_prefix"
+            ) from error
         raise RendezvousConnectionError(self.explained(error)) from error
 
 
@@ -189,6 +199,11 @@ def _disconnect(client: Any) -> None:
     client.connection_pool.disconnect(inuse_connections=True)
 
 
+def _is_foreign(text: str) -> bool:
+    """Whether a script or a command stumbled over data that no script of ours leaves."""
+    return "WRONGTYPE" in text or "attempt to " in text or "hash value is not an integer" in text
+
+
 def _advice(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, redis.sentinel.MasterNotFoundError):
@@ -206,6 +221,11 @@ def _advice(error: BaseException) -> str:
         return ACL_ADVICE
     if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in text:
         return ". The server is out of memory: raise its maxmemory or free some"
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return (
+            ". It is a replica, or has become one: give the master's endpoint, or Sentinel's "
+            "(redis+sentinel://)"
+        )
     if isinstance(error, redis.exceptions.TimeoutError):
         return ". Look whether the server runs and can be reached from here"
     return ""

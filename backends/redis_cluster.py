@@ -14,7 +14,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import redis
-from redis.exceptions import AuthenticationError, ConnectionError, MovedError, TimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    ClusterDownError,
+    ConnectionError,
+    MovedError,
+    TimeoutError,
+)
 
 Place = tuple[str, int]
 
@@ -64,7 +70,8 @@ class SlotConnection(redis.Connection):
                 return self._follow(place)
             except AuthenticationError:
                 raise
-            except (ConnectionError, TimeoutError) as error:
+            except (ConnectionError, TimeoutError, ClusterDownError) as error:
+                # A node that says that the cluster is down may be the only one cut off from it.
                 self._places.failed(place)
                 failure = error
             if time.monotonic() >= ends_at:

@@ -4,7 +4,8 @@ Each mutation is one script that also remembers its operation id with its answer
 after a lost answer has no second effect. It is remembered for longer than a caller may repeat it,
 which the store's timeout decides, and forgotten as soon as it cannot be repeated any more: each
 mutation tells the server which answers have arrived. So a client leaves one operation behind, and
-those whose answers were lost.
+those whose answers were lost. An operation that was sent more than once is never forgotten early:
+what was sent first may still be on its way, behind a route that loses packets, and arrive last.
 
 Who waits subscribes to one of the keys that are missing, looks again, and only then sleeps: what is
 written in between is not missed.
@@ -49,6 +50,8 @@ rest of ``REMEMBERED_SECONDS`` is for the way to the server."""
 TIMEOUT_SECONDS_DEFAULT = 300.0
 ANSWERED_MAX = 100
 """So many operations one mutation tells the server to forget."""
+UNANSWERED_MAX = 1000
+"""So many operations whose answers were lost are known: more than threads have under way."""
 
 
 def create_backend(params: RendezvousParameters) -> tuple[RedisBackend, dist.Store]:
@@ -104,6 +107,7 @@ class RedisClient(StoreClient):
         self._values = self._redis.base + b"values"
         self._queues = self._redis.base + b"queues"
         self._answered: deque[str] = deque(maxlen=10 * ANSWERED_MAX)
+        self._unanswered: deque[str] = deque(maxlen=UNANSWERED_MAX)
         self.endpoint = self._redis.endpoint
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -229,7 +233,9 @@ class RedisClient(StoreClient):
 
     def _run(self, script: str, operation: str, *arguments: object) -> Any:
         remembered_ms = round(_remembered_seconds(self.endpoint) * 1000)
-        answered = self._take_answered()
+        repeated = operation in self._unanswered
+        # A repeat brings nothing to forget, so the server forgets what is over instead.
+        answered = [] if repeated else self._take_answered()
         try:
             answer = self._ask(
                 lambda: self._redis.run(
@@ -244,8 +250,11 @@ class RedisClient(StoreClient):
             )
         except BaseException:
             self._answered.extend(answered)
+            if not repeated:
+                self._unanswered.append(operation)
             raise
-        self._answered.append(operation)
+        if not repeated:
+            self._answered.append(operation)
         return answer
 
     def _take_answered(self) -> list[str]:

@@ -5,6 +5,9 @@ local time = now()
 local record = is_live(node, time) and call('HGET', ENTRIES, node)
 if record then
   local expires = whole(time + ARGV[2])
+  -- First what takes away: a server that is full refuses nothing to a script that has begun so. A beat
+  -- makes nothing grow, and running nodes are to stay alive.
+  call('ZREMRANGEBYSCORE', GONE, '-inf', whole(time))
   call('ZADD', ROSTER, expires, node)
   local _, label = unpacked(record)
   if label ~= '' then

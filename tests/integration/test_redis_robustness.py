@@ -18,14 +18,15 @@ from rdzv.backends.redis import RedisBackend
 from rdzv.backends.redis_client import RedisConnections, RedisOptions
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.process_server import ProcessServer
+from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.technologies import Redis
-from rdzv.errors import RendezvousConnectionError
+from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.ports import Entry, Question
 from rdzv.stores.base import Unanswered, current_deadline
 from rdzv.stores.redis import RedisClient, RedisStore
 from rdzv.torch_store import Deadline
 
-from .redis_topologies import Topologies
+from .redis_topologies import Topologies, wait_until
 
 TTL_SECONDS = 60.0
 CLIENTS = 4
@@ -54,6 +55,7 @@ def raw(server: Any) -> Iterator[Any]:
     with redis.Redis(host, port, socket_timeout=5.0) as client:
         client.flushall()
         yield client
+        client.flushall()
 
 
 @pytest.fixture
@@ -68,6 +70,11 @@ def store(server: Any) -> Iterator[Any]:
     made = RedisStore(server.endpoint(), "run")
     yield made
     made.close()
+
+
+def proxy_endpoint(proxy: Proxy) -> str:
+    host, port = proxy.address
+    return f"{host}:{port}"
 
 
 def key_of(server: Any, name: str) -> bytes:
@@ -124,6 +131,38 @@ def test_an_operation_that_fails_leaves_nothing_without_a_time(
     assert [key for key in raw.scan_iter() if raw.pttl(key) < 0] == []
 
 
+# --------------------------------------------------------------------------- a server that refuses
+
+
+def test_nodes_stay_alive_on_a_server_that_is_full(server: Any, raw: Any, store: Any) -> None:
+    store.set_timeout(timedelta(seconds=0.5))
+    with closing(RedisBackend(server.endpoint(), "run")) as backend:
+        backend.set_state(b"x")
+        backend.announce(Entry("node", b"", "round"), 5.0, Question())
+        raw.config_set("maxmemory", "1")
+        try:
+            pulse = backend.beat("node", TTL_SECONDS, Question("", "round"))
+            assert (pulse.present, pulse.confirmed) == (True, 1)
+            assert raw.zscore(key_of(server, "roster"), "node") / 1000 > raw.time()[0] + 50
+            with pytest.raises(RendezvousConnectionError, match="raise its maxmemory"):
+                backend.set_state(b"y", pulse.token)
+            with pytest.raises(dist.DistNetworkError, match="raise its maxmemory"):
+                store.set("key", "value")
+        finally:
+            raw.config_set("maxmemory", "0")
+        assert backend.set_state(b"y", pulse.token) is not None
+
+
+def test_a_replica_is_told_as_one(server: Any, raw: Any) -> None:
+    raw.execute_command("REPLICAOF", "127.0.0.1", "1")
+    with closing(RedisBackend(server.endpoint(), "run")) as backend:
+        try:
+            with pytest.raises(RendezvousConnectionError, match="It is a replica"):
+                backend.set_state(b"x")
+        finally:
+            raw.execute_command("REPLICAOF", "NO", "ONE")
+
+
 # --------------------------------------------------------------------------- nothing twice
 
 
@@ -159,6 +198,46 @@ def test_a_repeat_has_no_second_effect_and_the_first_answer(
     assert (client.queue_len("pushed"), client.queue_len("popped")) == (1, 2)
     other.close()
     bystander.close()
+
+
+def test_what_was_sent_first_and_arrives_last_has_no_effect(server: Any, raw: Any) -> None:
+    """A route that lost packets delivers them after the repeat, and after what followed it."""
+    other = RedisClient(server.endpoint(), "run")
+    with Proxy(server.address) as proxy, closing(RedisClient(proxy_endpoint(proxy), "run")) as mine:
+        for number in range(3):
+            other.queue_push("popped", str(number).encode(), f"feed-{number}")
+        other.set_many([("deleted", b"x")], "feed-deleted")
+        repeats, lates = each_mutation(mine, "sent"), each_mutation(other, "sent")
+        for repeat, late in zip(repeats, lates, strict=True):
+            mine.get_many(["counter"])
+            proxy.drop_answers(1)
+            with pytest.raises(Unanswered):
+                repeat()
+            answer = repeat()
+            for number in range(3):
+                mine.add("after", 1, f"after-{answer!r}-{number}".replace(" ", ""))
+            assert late() == answer
+        assert other.get_many(["counter", "text"]) == [b"5", b"x"]
+        assert (other.queue_len("pushed"), other.queue_len("popped")) == (1, 2)
+    other.close()
+
+
+def test_operations_that_were_repeated_are_forgotten_when_their_time_is_over(
+    server: Any, raw: Any
+) -> None:
+    done, until = key_of(server, "done"), key_of(server, "done-until")
+    with Proxy(server.address) as proxy, closing(RedisClient(proxy_endpoint(proxy), "run")) as mine:
+        for number in range(10):
+            mine.get_many(["counter"])
+            proxy.drop_answers(1)
+            with pytest.raises(Unanswered):
+                mine.add("counter", 1, f"add-{number}")
+            mine.add("counter", 1, f"add-{number}")
+            for name in raw.zrange(until, 0, -1):
+                raw.zadd(until, {name: 1})
+        assert mine.get_many(["counter"]) == [b"10"]
+    assert raw.hlen(done) <= 2
+    assert raw.zcard(until) <= 2
 
 
 @pytest.mark.parametrize("timeout_seconds", [0.001, 300.0, 1800.0, 2147483.647])
@@ -204,6 +283,37 @@ def test_an_operation_without_the_right_to_remember_it_is_not_applied(
 
 
 # --------------------------------------------------------------------------- documented errors
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "text"),
+    [("state", "written", "x"), ("entries", "node", "x"), ("queues", "queue", "x")],
+)
+def test_data_of_somebody_else_are_told_at_once_as_such(
+    server: Any, raw: Any, client: RedisClient, name: str, field: str, text: str
+) -> None:
+    backend = RedisBackend(server.endpoint(), "run")
+    backend.set_state(b"x")
+    backend.announce(Entry("node", b""), TTL_SECONDS, Question())
+    raw.hset(key_of(server, name), field, text)
+    with closing(backend):
+        if name == "queues":
+            with pytest.raises(dist.DistStoreError, match="has not written"):
+                client.queue_pop("queue", "pop")
+            with pytest.raises(dist.DistStoreError, match="has not written"):
+                client.queue_push("queue", b"x", "push")
+            return
+        with pytest.raises(RendezvousStateError, match="has not written"):
+            backend.beat("node", TTL_SECONDS, Question())
+        with pytest.raises(RendezvousStateError, match="key_prefix"):
+            backend.announce(Entry("node", b"x"), TTL_SECONDS, Question())
+
+
+def test_a_counter_of_somebody_else_is_told_as_such(server: Any, raw: Any) -> None:
+    raw.hset(key_of(server, "marks"), "arrivals", "x")
+    backend = RedisBackend(server.endpoint(), "run")
+    with closing(backend), pytest.raises(RendezvousStateError, match="has not written"):
+        backend.announce(Entry("node", b""), TTL_SECONDS, Question())
 
 
 @pytest.mark.parametrize("where", ["server", pytest.param("cluster", marks=pytest.mark.full)])
@@ -295,6 +405,41 @@ def test_sentinels_may_have_a_password_of_their_own(guarded: tuple[str, int]) ->
     backend.close()
 
 
+def is_whole(node: Any) -> bool:
+    state = node.cluster("info")["cluster_state"]
+    return state in ("ok", b"ok")
+
+
+def test_a_node_that_the_cluster_has_left_behind_is_passed_over(tmp_path: Path) -> None:
+    """One alone, cut off or replaced, says ``CLUSTERDOWN`` for as long as it runs."""
+    program = Redis().installed() or Redis().from_wheel()
+    if program is None:
+        pytest.skip(f"no server of Redis: {Redis.how}")
+    options = ["--port", "{port}", "--dir", "{data}", "--cluster-enabled", "yes", "--save", ""]
+    started = [
+        ProcessServer([str(program.path), *options], tmp_path / name, technology="redis")
+        for name in ("alone", "whole")
+    ]
+    (host, left), (_, right) = (one.address for one in started)
+    backend = RedisBackend(f"redis+cluster://{host}:{left},{host}:{right}", "run")
+    try:
+        with redis.Redis(host, left) as first, redis.Redis(host, right) as second:
+            second.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+            wait_until("the second is whole", lambda: is_whole(second))
+            assert backend.get_state() is None
+            second.execute_command("CLUSTER", "FLUSHSLOTS")
+            first.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+            wait_until("the first is whole", lambda: is_whole(first))
+            # By the connection that there is; nothing was done.
+            with pytest.raises(RendezvousConnectionError, match="ClusterDown"):
+                backend.set_state(b"x")
+            assert backend.set_state(b"x") is not None
+    finally:
+        backend.close()
+        for one in started:
+            one.close()
+
+
 # --------------------------------------------------------------------------- no longer than asked
 
 
@@ -334,3 +479,19 @@ def test_a_stopped_server_does_not_hold_a_caller_beyond_his_timeout(
     assert set(held) == set(calls)
     # A second, and another for a machine that is slow.
     assert max(held.values()) < timeout_seconds + 2.0, held
+
+
+def test_a_wait_that_hears_nothing_ends_before_the_entry_has_expired(server: Any, raw: Any) -> None:
+    options = RedisOptions(keep_alive_interval_seconds=1.0)
+    window_seconds = 4.0
+    with Proxy(server.address) as proxy:
+        backend = RedisBackend(proxy_endpoint(proxy), "run", options)
+        with closing(backend):
+            backend.open()
+            hole = threading.Timer(0.3, proxy.black_hole)
+            begun = time.monotonic()
+            hole.start()
+            with pytest.raises(RendezvousConnectionError, match="Timeout"):
+                backend.wait_for_change(None, TTL_SECONDS)
+            assert time.monotonic() - begun < window_seconds
+            hole.join()
