@@ -68,7 +68,7 @@ class TestTcpStoreWatch(_Tcp, WatchSuite):
     pass
 
 
-@marked(pytest.mark.full, *LONG)
+@pytest.mark.full
 class TestTcpStoreStore(_Tcp, StoreSuite):
     pass
 
@@ -91,11 +91,11 @@ class TestFileStoreWatch(_File, WatchSuite):
     pass
 
 
-@marked(pytest.mark.full, *LONG)
+@pytest.mark.full
 class TestFileStoreStore(_File, StoreSuite):
     pass
 
 
-@marked(pytest.mark.full, "membership", "closing", "outages", "torch's handler")
+@pytest.mark.full
 class TestFileStoreHandler(_File, HandlerSuite):
     pass
