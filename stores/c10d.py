@@ -22,7 +22,16 @@ import torch.distributed as dist
 
 from rdzv.address import split_host_port
 from rdzv.backends.c10d import REQUEST_SECONDS_MAX, C10dRendezvousBackend
-from rdzv.backends.c10d_places import GONE, HERE, LINGER_POLL_SECONDS, FilePlace, Place, TcpPlace
+from rdzv.backends.c10d_places import (
+    GONE,
+    HERE,
+    LINGER_POLL_SECONDS,
+    RETRY_SECONDS_FIRST,
+    RETRY_SECONDS_LAST,
+    FilePlace,
+    Place,
+    TcpPlace,
+)
 from rdzv.backends.c10d_roster import EXPIRED, digest
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError, RendezvousStateError
 from rdzv.settings import Settings
@@ -112,10 +121,21 @@ class PlacedBackend(C10dRendezvousBackend):
         return (place.host, place.port) if isinstance(place, TcpPlace) else None
 
     def attend(self, seconds: float) -> None:
-        """Connect, and let the host know that somebody is here. Raises
-        ``RendezvousConnectionError``."""
+        """Connect, trying again until the time is over, and let the host know that somebody is
+        here. Raises ``RendezvousConnectionError``."""
+        deadline = Deadline(seconds)
+        pauses = Backoff(RETRY_SECONDS_FIRST, RETRY_SECONDS_LAST)
+        while True:
+            try:
+                self._ask(lambda session: None)
+                break
+            except RendezvousConnectionError:
+                if deadline.passed:
+                    raise
+            pauses.sleep(deadline)
         self._attends = isinstance(self._place, TcpPlace) and not self._place.hosts
-        self._ask(lambda session: self._attends and session.store().add(HERE, 1), seconds)
+        if self._attends:
+            self._ask(lambda session: session.store().add(HERE, 1))
         if self._pushes:
             # Now, and not when all nodes do: torch looks up a name for each connection.
             self._listen()

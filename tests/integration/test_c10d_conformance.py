@@ -46,22 +46,29 @@ class _File:
         target.close()
 
 
+LONG = ("faults", "concurrency", "values", "waits", "queues")
+
+
 @deviates(
     "closing_after_faults_leaves_no_connection",
     "a TCPStore that waits for an answer that was lost cannot be closed; its thread waits on",
 )
+@marked(pytest.mark.full, *LONG)
 class TestTcpStoreBackend(_Tcp, BackendSuite):
     pass
 
 
+@marked(pytest.mark.full, *LONG)
 class TestTcpStoreRoster(_Tcp, RosterSuite):
     pass
 
 
+@marked(pytest.mark.full, *LONG)
 class TestTcpStoreWatch(_Tcp, WatchSuite):
     pass
 
 
+@pytest.mark.full
 class TestTcpStoreStore(_Tcp, StoreSuite):
     pass
 
@@ -71,6 +78,7 @@ class TestTcpStoreHandler(_Tcp, HandlerSuite):
     pass
 
 
+@marked(pytest.mark.full, *LONG)
 class TestFileStoreBackend(_File, BackendSuite):
     pass
 
@@ -83,10 +91,11 @@ class TestFileStoreWatch(_File, WatchSuite):
     pass
 
 
+@pytest.mark.full
 class TestFileStoreStore(_File, StoreSuite):
     pass
 
 
-@marked(pytest.mark.full, "membership", "closing", "outages", "torch's handler")
+@pytest.mark.full
 class TestFileStoreHandler(_File, HandlerSuite):
     pass
