@@ -129,7 +129,7 @@ def client_factory(
         "cluster": partial(_cluster, key=key),
     }
     if not endpoint:
-        raise _refusal(endpoint, "it is empty")
+        raise _refusal(endpoint, "no endpoint was given")
     if kind not in makers or scheme not in ("redis", "rediss", "unix"):
         raise _refusal(endpoint, "it is no endpoint of Redis")
     if scheme == "unix":
