@@ -38,7 +38,7 @@ venv:  ## .venv with the package and all tools
 	    exit 1; }
 	@"$(PYTHON)" .ci/venv.py
 
-demo: venv  ## an elastic training run on SQLite: a node dies, a new one joins
+demo: venv  ## an elastic training run on SQLite: a node dies, a new one joins; 2 minutes
 	@$(BIN)/python examples/demo.py
 
 test: lint types  ## all checks and tests, about 10 minutes on 2 cores

@@ -127,7 +127,8 @@ class RedisConnections:
     def explained(self, error: BaseException) -> str:
         """What happened, where, and what to do; without secrets."""
         text = mask_secrets(f"{type(error).__name__}: {error}", *self._secrets)
-        return f"Redis at {self.endpoint}: {text.rstrip('.')}{_advice(error)}"
+        advice = _advice(error)
+        return f"Redis at {self.endpoint}: {text.rstrip('.') if advice else text}{advice}"
 
     def _fitting(self, within_seconds: float | None) -> float:
         possible = self._request_seconds
@@ -228,4 +229,9 @@ def _advice(error: BaseException) -> str:
         )
     if isinstance(error, redis.exceptions.TimeoutError):
         return ". Look whether the server runs and can be reached from here"
+    if type(error) is redis.exceptions.ConnectionError and "max number" not in text:
+        return (
+            ". Look whether the server runs and can be reached from here, and whether it wants TLS "
+            "(rediss://)"
+        )
     return ""

@@ -128,7 +128,9 @@ def client_factory(
         "sentinel": _sentinel,
         "cluster": partial(_cluster, key=key),
     }
-    if not endpoint or kind not in makers or scheme not in ("redis", "rediss", "unix"):
+    if not endpoint:
+        raise _refusal(endpoint, "no endpoint was given")
+    if kind not in makers or scheme not in ("redis", "rediss", "unix"):
         raise _refusal(endpoint, "it is no endpoint of Redis")
     if scheme == "unix":
         if kind or not parts.path:

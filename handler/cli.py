@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="rdzv", description="Look at the rendezvous of torchrun jobs."
     )
     parser.add_argument("--version", action="version", version=f"rdzv {rdzv.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="backends|check|state")
 
     backends = commands.add_parser("backends", help="list the names for --rdzv-backend")
     backends.set_defaults(command=_backends)
@@ -76,10 +76,14 @@ def _parser() -> argparse.ArgumentParser:
         "state", help="show what a run has stored", description=_state.__doc__
     )
     state.set_defaults(command=_state)
-    state.add_argument("--run-id", "--rdzv-id", required=True)
+    state.add_argument("--run-id", "--rdzv-id", required=True, help="of the job")
     for command in (check, state):
-        command.add_argument("--backend", "--rdzv-backend", required=True)
-        command.add_argument("--endpoint", "--rdzv-endpoint", default="", help="or env:NAME")
+        command.add_argument(
+            "--backend", "--rdzv-backend", required=True, help="a name that `rdzv backends` lists"
+        )
+        command.add_argument(
+            "--endpoint", "--rdzv-endpoint", default="", help="as for torchrun; or env:NAME"
+        )
         command.add_argument(
             "--conf", "--rdzv-conf", default="", metavar="NAME=VALUE,...", help="more options"
         )
@@ -103,10 +107,11 @@ def _backends(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))
         return 0
+    width = max(len(row["endpoint"]) for row in rows)
     for row in rows:
         extras = " or ".join(f"rdzv[{extra}]" for extra in row["extras"])
         missing = "" if row["registered"] else "NOT REGISTERED: install rdzv again"
-        print(f"{row['name']:<12} {row['endpoint']:<75} {extras} {missing}".rstrip())
+        print(f"{row['name']:<12} {row['endpoint']:<{width}} {extras} {missing}".rstrip())
     return 0
 
 
@@ -414,7 +419,9 @@ def _print_stored(stored: _Stored, options: argparse.Namespace, endpoint: str) -
         print(f"  Round         {state.round}, nonce {state.nonce or '-'}")
         print(f"  Incarnation   {state.incarnation}")
         print(f"  Coordinator   {state.coordinator or '-'}")
-        print(f"  Waiting       {state.waiting} would be admitted")
+        print(
+            f"  Waiting       {state.waiting} counted for the next round; the roster has them all"
+        )
         print(f"  Lost          {', '.join(state.lost) or '-'}")
         closed = (state.closed.reason or "yes") if state.closed else "no"
         well = ", and it had ended well" if state.closed and state.closed.ended_well else ""

@@ -177,6 +177,11 @@ def _find(name: str) -> KnownBackend:
     known = {one.name: one for one in known_backends()}
     built = ", ".join(sorted(one.name for one in known.values() if one.factory))
     if name not in known:
+        if name in _TORCHS_OWN:
+            raise RendezvousSettingsError(
+                f"--rdzv-backend={name} is torch's own, and rdzv has no part in it. Those of rdzv "
+                f"are: {built or 'none'}."
+            )
         near = difflib.get_close_matches(name, [*known, *_TORCHS_OWN], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise RendezvousSettingsError(

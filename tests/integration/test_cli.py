@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,16 @@ def test_a_wrong_command(
         assert said in err
         assert "hunter22" not in err
         assert "Traceback" not in err
+
+
+def test_check_of_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        status, out, _ = run(capsys, "check", "--backend=redis", f"--endpoint={endpoint}")
+    assert status == 1
+    assert endpoint in out
+    assert "refused. Look whether the server runs" in out
 
 
 def test_an_unknown_command_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

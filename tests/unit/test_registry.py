@@ -102,6 +102,13 @@ def test_an_unknown_name_gets_the_nearest(name: str, nearest: str) -> None:
         create(parameters(name))
 
 
+@pytest.mark.parametrize("name", ["c10d", "etcd", "etcd-v2", "static"])
+def test_a_name_of_torchs_is_not_offered_for_itself(name: str) -> None:
+    with pytest.raises(RendezvousSettingsError, match=f"{name} is torch's own") as caught:
+        create(parameters(name))
+    assert "Did you mean" not in str(caught.value)
+
+
 def test_a_name_like_no_other() -> None:
     with pytest.raises(RendezvousSettingsError) as caught:
         create(parameters("zzzzzz"))
