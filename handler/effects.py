@@ -163,6 +163,8 @@ class Session:
     """The run has gone on to a later round than the one this node runs."""
     run_closed: bool = False
     failures: int = 0
+    refills: int = 0
+    """How often this node has tried to put back a document that the backend had lost."""
     why: str = ""
     """What this node is waiting for, in words."""
     nonces: int = 0

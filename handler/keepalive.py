@@ -65,6 +65,7 @@ class KeepAlive:
         self._running = False
         self._healthy = True
         self._noticed = False
+        self._refills = 0
         self._stopped = False
         self.fatal: RendezvousError | None = None
         """What ended the outage budget; None as long as it is not spent."""
@@ -176,6 +177,7 @@ class KeepAlive:
             logger.exception("%s: the keep-alive failed and goes on", self._name)
             session.next_beat = session.clock() + session.rules.keep_alive_interval_seconds
         self._tell_health()
+        self._tell_refill()
         self._tell_notice()
 
     def _tell_notice(self) -> None:
@@ -192,6 +194,15 @@ class KeepAlive:
         else:
             why = f"{', '.join(state.lost)} is lost"
         logger.warning("%s: %s; the workers will start again in a new round", self._name, why)
+
+    def _tell_refill(self) -> None:
+        known, self._refills = self._refills, self._session.refills
+        if self._refills > known:
+            logger.warning(
+                "%s: the rendezvous backend had lost what it held of this run; this node puts it "
+                "back. Running workers go on.",
+                self._name,
+            )
 
     def _tell_health(self) -> None:
         session = self._session

@@ -122,6 +122,7 @@ def put_back(session: Session) -> Asking:
         return False
     session.lose_contact()
     session.touch()
+    session.refills += 1
     session.quiet_until = session.clock() + session.rules.liveness_window_seconds
     session.why = f"the backend had lost round {back.round}, which this node puts back"
     yield from swap(session, back)

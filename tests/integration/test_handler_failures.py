@@ -234,6 +234,20 @@ def test_health_is_logged_once_for_each_change(caplog: pytest.LogCaptureFixture)
             assert caplog.text.count("answers again") == 1
 
 
+def test_that_data_were_lost_is_told_once_for_each_loss(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="rdzv")
+    with Job("1:1", keep_alive_interval=0.25) as job:
+        (node,), _ = job.start(1)
+        before = node.state.round_id
+        for loss in (1, 2):
+            job.space.wipe()
+            wait_until("it is told", lambda: caplog.text.count("puts it back") >= loss)  # noqa: B023
+            wait_until("the document is back", lambda: job.document_round == before)
+            beats = node.handler._session.pulse_at
+            wait_until("beats go on", lambda: node.handler._session.pulse_at > beats)  # noqa: B023
+            assert caplog.text.count("puts it back") == loss
+
+
 def waiting_nodes_outlive_an_outage_shorter_than_the_join_timeout() -> None:
     with Job("2:2") as job:
         first = job.node(troubled(job))
