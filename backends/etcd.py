@@ -41,7 +41,7 @@ PAUSE_SECONDS = 0.1
 LABEL_DIGEST_CHARACTERS = 32
 PROBE_SECONDS = 10
 _MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<left_ms>\d{1,13})")
-_TOKEN = re.compile(rf"(?P<revision>\d{{1,19}}):(?P<mark>{_MARK.pattern.decode()})")
+_TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{_MARK.pattern.decode()})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,10 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         etcd = self._etcd
         lease, _ = etcd.grant(PROBE_SECONDS)
         read = etcd.get(etcd.base, end_of(etcd.base), count_only=True)
-        etcd.transact((), [etcd.put(etcd.base + b"t", b"", lease), read], reads=True)
+        try:
+            etcd.transact((), [etcd.put(etcd.base + b"t", b"", lease), read], reads=True)
+        except Refused as error:  # the lease has ended: this process was stopped in between
+            raise RendezvousConnectionError(etcd.explained(error)) from error
 
     # -------------------------------------------------------------------------- the document
 
@@ -169,7 +172,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             except RendezvousConnectionError:
                 # Else look: whoever cannot be asked says so then.
                 self._etcd.check_open(closings)
-                is_over, found = self._compare(unchanged, revision)
+                is_over, found, _ = self._compare(unchanged, revision)
                 if is_over:
                     return found
                 time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
@@ -177,18 +180,19 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     def _compare(
         self, unchanged: list[Any] | None, revision: Any
-    ) -> tuple[bool, tuple[bytes, Token] | None]:
-        """Whether there is anything new, and the document if it is."""
+    ) -> tuple[bool, tuple[bytes, Token] | None, int]:
+        """Whether there is anything new, the document if it is, and the revision that was seen."""
         etcd = self._etcd
         roster, state = etcd.get(self._roster), etcd.get(self._state)
         if unchanged is None:
             looked = etcd.read(roster, state)
         else:
             looked = etcd.transact(unchanged, [roster], [roster, state], reads=True)
+        looked_at = int(looked.header.revision)
         if unchanged is None or not looked.succeeded:
-            return True, self._document(range_of(looked, 1))
+            return True, self._document(range_of(looked, 1)), looked_at
         is_new = revision is not None and self._revision(range_of(looked, 0)) != revision
-        return is_new, None
+        return is_new, None, looked_at
 
     def _hear(
         self, unchanged: list[Any] | None, revision: Any, left: float, closings: int
@@ -199,13 +203,16 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             first, end = self._roster, self._state + b"\0"
         seconds = min(left, WAIT_SLICE_SECONDS_MAX)
         watch = self._etcd.watch(first, end, 0, seconds, puts=False, closings=closings)
+        looked_at = 0
         for event in watch:
+            if not isinstance(event, int) and event.kv.mod_revision <= looked_at:
+                continue  # a member that lags behind tells of what the look has seen already
             is_told = not isinstance(event, int) and event.type == event.PUT
             if is_told and event.kv.key == self._state:
                 found = self._told(event.kv)
                 self._ages.heard(found[1])
                 return True, found
-            is_over, told = self._compare(unchanged, revision)
+            is_over, told, looked_at = self._compare(unchanged, revision)
             if is_over:
                 return True, told
         return False, None

@@ -116,6 +116,7 @@ class EtcdConnections:
         self.messages: Any = _messages_of(client)
         self._lock = threading.Lock()
         self._links: dict[int, _Link] = {}
+        self._streams: set[Any] = set()  # without the lock: a garbage collection may end a watch
         self._current = 0
         self._token: str | None = None
         self._process = os.getpid()
@@ -134,19 +135,21 @@ class EtcdConnections:
         """How often :meth:`close` was called: who waits sees by it that it is to end."""
         return self._closings
 
-    def check_open(self, closings: int) -> None:
+    def check_open(self, closings: int | None) -> None:
         """For who waits: raises ``RendezvousConnectionError`` if it was closed since."""
-        if self._closings != closings:
+        if closings is not None and self._closings != closings:
             raise RendezvousConnectionError(
                 f"etcd at {self.endpoint}: the wait was ended by close()."
             )
 
     def close(self) -> None:
-        """Give up all channels, also those that somebody waits on. Never raises."""
+        """Give up all channels and streams, also those that somebody waits on. Never raises."""
         with self._lock:
             links, self._links = list(self._links.values()), {}
             self._closings += 1
             self._token = None
+        for stream in list(self._streams):  # those on a channel of the user's would go on
+            stream.cancel()
         for link in links:
             with contextlib.suppress(Exception):
                 link.close()
@@ -219,6 +222,8 @@ class EtcdConnections:
         try:
             metadata = (*self._metadata(link), ("hasleader", "true"))
             stream = link.call("Watch", request, min(seconds, WATCH_SECONDS_MAX), metadata)
+            self._streams.add(stream)
+            self.check_open(closings)
             for response in stream:
                 if response.canceled:
                     self._watch_was_refused(response.cancel_reason)
@@ -237,6 +242,7 @@ class EtcdConnections:
             self._raise(error)
         finally:
             if stream is not None:
+                self._streams.discard(stream)
                 stream.cancel()
 
     def grant(self, seconds: int) -> tuple[int, int]:
@@ -360,8 +366,8 @@ class EtcdConnections:
                 ):
                     self._raise(error)
                 time.sleep(pause)
-            except ValueError as error:  # the channel was closed by another thread
-                if not reads or time.monotonic() >= deadline:
+            except ValueError as error:  # the channel was closed; ours is made anew
+                if not reads or self._client is not None or time.monotonic() >= deadline:
                     self._raise(error)
 
     def explained(self, error: BaseException) -> str:
@@ -398,10 +404,10 @@ class EtcdConnections:
 
     def _link(self, closings: int | None = None) -> _Link:
         with self._lock:
-            if closings is not None:
-                self.check_open(closings)
+            self.check_open(closings)
             if self._process != os.getpid():  # its threads and sockets are the parent's
                 self._process, self._links, self._token = os.getpid(), {}, None
+                self._streams = set()
             if self._client is not None:
                 try:
                     return _Link(self._client.channel, self.messages, 0, is_ours=False)
@@ -415,21 +421,16 @@ class EtcdConnections:
 
     def _failed(self, link: _Link, error: Any) -> None:
         """Ask the next member from now on; and leave a connection on which nothing is heard."""
-        code = error.code()
-        if code not in (
-            grpc.StatusCode.UNAVAILABLE,
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            grpc.StatusCode.CANCELLED,
-            grpc.StatusCode.UNKNOWN,
-        ):
+        if not _may_pass(error):
             return
+        is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         with self._lock:
             is_current = self._links.get(link.number) is link
             if is_current and self._current == link.number:
                 self._current = (self._current + 1) % len(self._cluster.members)
-            if is_current and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if is_current and is_silent:
                 del self._links[link.number]
-        if is_current and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        if is_current and is_silent:
             link.close()
 
     def _watch_was_refused(self, reason: str) -> None:

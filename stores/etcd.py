@@ -8,12 +8,14 @@ etcd cannot add or append: a new value is computed here and written if the old o
 What may be asked again after a lost answer must not be done twice. So every mutation also writes a
 *slot*, a key that one mutation at a time of this client uses, and rests on its revision: of a try
 that comes late and its repeat, one finds the slot changed. If that holds this operation's id, the
-operation has been done, and what it was to answer is still remembered here.
+operation has been done, and what it was to answer is still remembered here. So a repeat writes the
+slot even where it finds nothing to do.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
 import threading
@@ -136,13 +138,18 @@ class EtcdClient(StoreClient):
     ) -> None:
         self._etcd = EtcdConnections(endpoint, run_id, options or EtcdOptions(), client)
         self._keys = self._etcd.base + b"k/"
-        self._slots = self._etcd.base + b"o/" + uuid.uuid4().hex.encode() + b"/"
         self._lock = threading.Lock()
+        self._begin()
+        self.endpoint = self._etcd.endpoint
+
+    def _begin(self) -> None:
+        """With slots of this process's own: a forked one must not write those of its parent."""
+        self._process = os.getpid()
+        self._slots = self._etcd.base + b"o/" + uuid.uuid4().hex.encode() + b"/"
         self._free: list[_Slot] = []
         self._slots_made = 0
         self._operations: dict[str, _Operation] = {}
         self._batches_done: dict[str, int] = {}
-        self.endpoint = self._etcd.endpoint
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         found, _ = self._read_many([(self._key(key) + VALUE, None) for key in keys], None)
@@ -151,7 +158,7 @@ class EtcdClient(StoreClient):
     def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
         etcd = self._etcd
         puts = [etcd.put(self._key(key) + VALUE, value) for key, value in pairs]
-        sizes = [len(key) + len(value) for key, value in pairs]
+        sizes = [put.ByteSize() for put in puts]
         batches = list(_batches(puts, sizes))
         with self._lock:
             done = self._batches_done.pop(operation, 0)
@@ -363,7 +370,7 @@ class EtcdClient(StoreClient):
         etcd = self._etcd
         deadline = time.monotonic() + etcd.options.request_seconds
         with self._remembered(operation) as done:
-            slot = done.slot
+            slot, is_repeat = done.slot, bool(done.tried)
             look = [etcd.get(slot.key)]
             if key is not None:
                 look.append(etcd.get(key) if end is None else etcd.first(key, end))
@@ -378,7 +385,9 @@ class EtcdClient(StoreClient):
                         return done.tried[int(held.rpartition(b" ")[2])]
                 step, number = change(found), len(done.tried)
                 if not isinstance(step, _Change):
-                    return step
+                    if not is_repeat:
+                        return step
+                    step = _Change((), (), step)
                 done.tried[number] = step.answer
                 answer = self._ask(lambda: self._try(slot, operation, number, step, look))  # noqa: B023
                 if answer.succeeded:
@@ -411,6 +420,8 @@ class EtcdClient(StoreClient):
     def _remembered(self, operation: str) -> Iterator[_Operation]:
         """What is known of a mutation, kept as long as it may be asked for again."""
         with self._lock:
+            if self._process != os.getpid():
+                self._begin()
             known = self._operations.pop(operation, None)
             if known is None:
                 known = _Operation(self._free.pop() if self._free else self._new_slot())

@@ -1,0 +1,151 @@
+"""etcd: requests that come late, members that lag behind, processes that fork, what stays open."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pyetcd  # type: ignore[import-untyped]
+import pytest
+
+from rdzv.backends.etcd import EtcdRendezvousBackend
+from rdzv.conformance.plugin import server_or_not_run
+from rdzv.conformance.store_kit import Background
+from rdzv.errors import RendezvousConnectionError
+from rdzv.ports import Entry, Question
+from rdzv.stores.etcd import EtcdStore
+
+from .test_etcd import TTL_SECONDS, until
+
+NO_LEASE = 12345
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Any:
+    return server_or_not_run(request, "etcd")
+
+
+@pytest.fixture
+def opened() -> Iterator[Any]:
+    """Closes at the end what it is called with."""
+    with contextlib.ExitStack() as stack:
+        yield lambda each: stack.enter_context(contextlib.closing(each))
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        (lambda store: store.delete_key("k"), False),
+        (lambda store: store.compare_set("k", "mine", "lost"), b"mine"),
+    ],
+    ids=["delete_key", "compare_set"],
+)
+def test_a_request_that_comes_after_its_repeat_changes_nothing(
+    server: Any, opened: Any, change: Callable[[Any], object], answer: object
+) -> None:
+    store = opened(EtcdStore(server.endpoint(), "late", timedelta(seconds=30)))
+    other = opened(EtcdStore(server.endpoint(), "late", timedelta(seconds=30)))
+    other.set("k", "mine")
+    etcd = store._client._etcd
+    write, held = etcd.write, []
+
+    def withhold(*request: Any) -> Any:
+        """The server gets this one only later; meanwhile there is nothing to do."""
+        held.append(request)
+        etcd.write = write
+        assert other.delete_key("k")
+        raise RendezvousConnectionError("the answer was lost")
+
+    etcd.write = withhold
+    assert change(store) == answer
+    other.set("k", "mine")
+    (late,) = held
+    assert not write(*late).succeeded
+    assert other.get("k") == b"mine"
+
+
+def test_a_forked_process_has_slots_of_its_own(server: Any) -> None:
+    program = (
+        "import os, sys\n"
+        "from rdzv.stores.etcd import EtcdStore\n"
+        "store = EtcdStore(sys.argv[1], 'forked store')\n"
+        "store.add('n', 1)\n"
+        "slots = store._client._slots\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    same = store.add('n', 1) != 2 or store._client._slots == slots\n"
+        "    os._exit(int(same))\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert store.add('n', 1) == 3\n"
+        "assert store._client._slots == slots\n"
+    )
+    command = [sys.executable, "-c", program, server.endpoint()]
+    subprocess.run(command, timeout=60, check=True)
+
+
+def test_a_member_that_lags_behind_tells_no_document_of_before(server: Any, opened: Any) -> None:
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "lagging"))
+    _, first, _ = backend.set_state(b"1")
+    _, token, _ = backend.set_state(b"2", first)
+    lagging_at, watch = int(first.partition(":")[0]), backend._etcd.watch
+
+    def watch_of_one_that_lags(key: bytes, end: Any, _: int, *rest: Any, **more: Any) -> Any:
+        return watch(key, end, lagging_at, *rest, **more)
+
+    backend._etcd.watch = watch_of_one_that_lags
+    assert backend.wait_for_change(token, 1.0) is None
+    waiting = Background(lambda: backend.wait_for_change(token, TTL_SECONDS)).still_blocked()
+    found = backend.set_state(b"3", token)[:2]
+    assert waiting.result() == found
+
+
+def test_closing_ends_the_watch_on_a_channel_of_the_users(server: Any) -> None:
+    host, port = server.address
+    with contextlib.closing(pyetcd.client(host, port, timeout=5.0)) as client:
+        backend = EtcdRendezvousBackend("shown.example:1", "brought and closed", client=client)
+        backend.get_state()
+        threads = set(threading.enumerate())
+        backend.announce(Entry("node", b""), TTL_SECONDS, Question())
+        backend.beat("node", TTL_SECONDS, Question())
+        until(lambda: backend._ages._since_revision)
+        backend.close()
+        until(lambda: set(threading.enumerate()) <= threads)
+
+
+def test_a_client_that_its_user_has_closed_is_asked_once(server: Any) -> None:
+    host, port = server.address
+    client = pyetcd.client(host, port, timeout=5.0)
+    client.close()
+    backend: Any = EtcdRendezvousBackend("shown.example:1", "closed by its user", client=client)
+    link, links = backend._etcd._link, []
+
+    def counted(*arguments: Any) -> Any:
+        links.append(link(*arguments))
+        return links[-1]
+
+    backend._etcd._link = counted
+    with pytest.raises(RendezvousConnectionError, match="closed"):
+        backend.get_state()
+    assert len(links) == 1
+
+
+def test_a_start_that_took_longer_than_its_lease_is_a_documented_error(
+    server: Any, opened: Any
+) -> None:
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "stopped at the start"))
+    backend._etcd.grant = lambda _: (NO_LEASE, 1)
+    with pytest.raises(RendezvousConnectionError, match="lease not found"):
+        backend.open()
+
+
+def test_a_token_that_cannot_be_etcds_loses(server: Any, opened: Any) -> None:
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "strange tokens"))
+    _, token, _ = backend.set_state(b"1")
+    mark = token.partition(":")[2]
+    for revision in ("0", "9" * 19, "\u0661", ""):
+        assert backend.set_state(b"2", f"{revision}:{mark}") == (b"1", token, False)
