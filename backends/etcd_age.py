@@ -128,12 +128,16 @@ class StateAges:
         """Until the connections are closed; the next who asks for an age begins anew."""
         try:
             while self._etcd.closings == closings:
+                begun, is_over = time.monotonic(), False
                 with suppress(RendezvousError):
                     self._hear(closings)
+                    # By its own deadline: whoever paused now would hear of a change later than
+                    # its peers do.
+                    is_over = time.monotonic() - begun > WATCH_SECONDS_MAX / 2
                 with self._changed:
                     # What is written from here on would be heard late: the lease tells better.
                     self._since_revision = 0
-                if self._etcd.closings == closings:
+                if not is_over and self._etcd.closings == closings:
                     time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
         finally:
             with self._changed:

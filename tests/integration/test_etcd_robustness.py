@@ -13,6 +13,7 @@ from typing import Any
 import pyetcd  # type: ignore[import-untyped]
 import pytest
 
+from rdzv.backends import etcd_age
 from rdzv.backends.etcd import EtcdRendezvousBackend
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.store_kit import Background
@@ -115,6 +116,30 @@ def test_closing_ends_the_watch_on_a_channel_of_the_users(server: Any) -> None:
         until(lambda: backend._ages._since_revision)
         backend.close()
         until(lambda: set(threading.enumerate()) <= threads)
+
+
+def test_a_watch_that_ends_by_its_deadline_is_no_failure(server: Any, opened: Any) -> None:
+    etcd = opened(EtcdRendezvousBackend(f"{server.endpoint()};127.0.0.1:1", "over"))._etcd
+    for _ in range(8):  # it is the server or the client that ends it
+        list(etcd.watch(b"rdzv/", None, 0, 0.5, puts=True))
+    assert etcd._current == 0, "the next member was asked"
+
+
+def test_a_watch_that_ends_by_its_deadline_is_renewed_without_a_pause(
+    server: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_age, "WATCH_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(etcd_age, "PAUSE_SECONDS", 1000.0)
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "renewed"))
+    watch, begun = backend._etcd.watch, []
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        begun.append(arguments)
+        return watch(*arguments, **more)
+
+    backend._etcd.watch = counted
+    backend.beat("node", TTL_SECONDS, Question())
+    until(lambda: len(begun) >= 3)
 
 
 def test_a_client_that_its_user_has_closed_is_asked_once(server: Any) -> None:
