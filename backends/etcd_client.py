@@ -59,7 +59,12 @@ METHODS = {
     "Authenticate": ("Auth", "AuthenticateRequest", "AuthenticateResponse"),
     "Watch": ("Watch", "WatchRequest", "WatchResponse"),
 }
-TOKEN_REFUSED = ("invalid auth token", "revision of auth store is old", "auth: revision in header")
+TOKEN_REFUSED = (
+    "invalid auth token",
+    "revision of auth store is old",
+    "auth: revision in header",
+    "user name is empty",  # there is no token: it asked for none when we logged in
+)
 LEASE_MISSING = "requested lease not found"
 NO_AUTHENTICATION = "authentication is not enabled"
 COMPACTED = "required revision has been compacted"
@@ -283,8 +288,7 @@ class EtcdConnections:
             self._has_warned = True
             logger.warning(
                 "etcd at %s: another node has given this run's keys only %d s to outlive its nodes "
-                "where this one wants %d: give all of them the same outage_timeout and "
-                "closed_grace.",
+                "where this one wants %d: give all the same outage_timeout and closed_grace.",
                 self.endpoint,
                 lives_seconds,
                 self.options.lease_seconds,

@@ -72,14 +72,19 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = (f"--auth-token-ttl={TOKEN_SECONDS}", "--bcrypt-cost=4")
     process = EtcdProcess(tmp_path_factory.mktemp("guarded"), *options)
     with contextlib.closing(process):
-        administrator = Administrator(process.endpoint())
-        (lines,) = re.findall(
-            r"<!-- test: least privilege -->\n```\n(.*?)\n```", DOCS.read_text(), re.S
-        )
-        for line in lines.splitlines():
-            administrator.run(line)
-        administrator.enable()
+        guard(process.endpoint())
         yield process.endpoint()
+
+
+def guard(endpoint: str) -> None:
+    """Enable authentication, with the documented user and role."""
+    administrator = Administrator(endpoint)
+    (lines,) = re.findall(
+        r"<!-- test: least privilege -->\n```\n(.*?)\n```", DOCS.read_text(), re.S
+    )
+    for line in lines.splitlines():
+        administrator.run(line)
+    administrator.enable()
 
 
 @pytest.fixture
@@ -141,6 +146,17 @@ def test_a_password_for_a_server_that_asks_for_none_is_no_error(
     with contextlib.closing(EtcdProcess(tmp_path)) as process:
         endpoint = f"etcd://u:password@{process.endpoint()}"
         opened(EtcdRendezvousBackend(endpoint, "run")).open()
+
+
+def test_authentication_that_is_enabled_later_stops_nobody_with_a_password(
+    tmp_path: Path, opened: Any
+) -> None:
+    with contextlib.closing(EtcdProcess(tmp_path, "--bcrypt-cost=4")) as process:
+        backend = opened(EtcdRendezvousBackend(f"etcd://rdzv:secret@{process.endpoint()}", "run"))
+        _, token, _ = backend.set_state(b"1")
+        guard(process.endpoint())
+        assert backend.set_state(b"2", token)[2]
+        assert backend.get_state()[0] == b"2"
 
 
 @pytest.mark.parametrize("by", ["url", "conf"])
