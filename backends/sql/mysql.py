@@ -24,6 +24,7 @@ from rdzv.backends.sql.server import (
     READ_ONLY,
     WRONG_PASSWORD,
     ServerDialect,
+    masked,
 )
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 
@@ -62,8 +63,8 @@ class MysqlDialect(ServerDialect):
     }
     missing_table = frozenset({1146, 1054})
     missing_right = frozenset({1142, 1143, 1044, 1370})
-    # Overcrowded (server, user); deadlock; a certification failure of a cluster.
-    transient = frozenset({1040, 1203, 1213, 1020})
+    # Overcrowded (server, user, account); deadlock, or a cluster's refusal; a row that has changed.
+    transient = frozenset({1040, 1203, 1226, 1213, 1020})
     reopen = frozenset({1290, 1836})
 
     def __init__(self, url: sa.URL, options: SqlOptions) -> None:
@@ -72,7 +73,7 @@ class MysqlDialect(ServerDialect):
         self._driver_name = url.drivername.partition("+")[2]
         if self._driver_name not in TIMEOUTS:
             raise RendezvousSettingsError(
-                f"{url.render_as_string()}: this driver is not known to work; write mysql:// for "
+                f"{masked(url)}: this driver is not known to work; write mysql:// for "
                 f"PyMySQL, or mysql+ and one of {', '.join(TIMEOUTS)}"
             )
         super().__init__(url, options)

@@ -30,6 +30,7 @@ from rdzv.backends.sql.server import (
     READ_ONLY,
     WRONG_PASSWORD,
     ServerDialect,
+    masked,
 )
 from rdzv.errors import RendezvousSettingsError
 
@@ -107,7 +108,7 @@ class PostgresqlDialect(ServerDialect):
     def __init__(self, url: sa.URL, options: SqlOptions) -> None:
         if url.drivername not in ("postgresql", "postgresql+psycopg"):
             raise RendezvousSettingsError(
-                f"{url.render_as_string()}: rdzv reaches PostgreSQL by psycopg 3; write "
+                f"{masked(url)}: rdzv reaches PostgreSQL by psycopg 3; write "
                 "postgresql:// or postgresql+psycopg://"
             )
         super().__init__(url.set(drivername="postgresql+psycopg"), options)
