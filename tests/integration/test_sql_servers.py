@@ -412,6 +412,22 @@ def test_errors_say_where_and_what_to_do_and_no_secret(server: Any, opened: Any)
     assert nobody.route() == ("127.0.0.1", 1)
 
 
+def test_all_statements_of_a_call_end_by_one_deadline(server: Any, opened: Any) -> None:
+    backend = opened(backend_on(server, keep_alive_interval_seconds=1.0))
+    backend.open()
+    nap = "pg_sleep(0.7)" if server.backend == "postgresql" else "sleep(0.7)"
+
+    def nap_often(connection: sa.Connection) -> None:
+        for _ in range(10):
+            connection.execute(sa.text(f"SELECT {nap}"))
+
+    for call in (backend._database.read, backend._database.write):
+        started = time.monotonic()
+        with pytest.raises(RendezvousConnectionError):
+            call(nap_often)
+        assert time.monotonic() - started < 5
+
+
 @pytest.mark.parametrize("url", ["postgresql+asyncpg", "mysql+aiomysql"])
 def test_a_refused_driver_is_told_without_secrets(url: str) -> None:
     with pytest.raises(RendezvousSettingsError, match="write") as caught:
