@@ -138,7 +138,7 @@ class SqlClient(StoreClient):
         self.value_bytes_max = dialect.value_bytes_max
         self._run = Run(self._database, run_id, lifetime_seconds)
         self._rows = _Rows(self._database, self._run.key)
-        self._operations = _Operations(self._database, self._run.key)
+        self._operations = _Operations(self._database, self._run)
         self.endpoint = self._database.endpoint
 
     def open(self) -> None:
@@ -264,9 +264,9 @@ class _Operations:
     operation at a time, so there are as many as ever ran at once.
     """
 
-    def __init__(self, database: Database, run_key: str) -> None:
+    def __init__(self, database: Database, run: Run) -> None:
         writers = database.tables.writers
-        self._database = database
+        self._database, self._lock_run = database, run.lock
         self._client = unique()
         self._lock = threading.Lock()
         self._idle: list[str] = []
@@ -276,13 +276,13 @@ class _Operations:
         self._put = database.dialect.upsert(
             writers,
             {
-                "run_key": run_key,
+                "run_key": run.key,
                 "writer": sa.bindparam("this_writer"),
                 "operation": sa.bindparam("this_operation"),
             },
         )
         self._find = sa.select(writers.c.operation).where(
-            writers.c.run_key == run_key, writers.c.writer == sa.bindparam("this_writer")
+            writers.c.run_key == run.key, writers.c.writer == sa.bindparam("this_writer")
         )
 
     def run_once(self, work: Callable[[sa.Connection], T], operation: str) -> T:
@@ -295,7 +295,7 @@ class _Operations:
         if known is None:
             return self._run(work, operation, self._take())
         writer, result = known
-        was_applied = self._database.read(lambda c: self._was_applied(c, writer, operation))
+        was_applied = self._database.write(lambda c: self._was_applied(c, writer, operation))
         with self._lock:
             self._open.pop(operation, None)
         if not was_applied:
@@ -325,6 +325,8 @@ class _Operations:
         return result
 
     def _was_applied(self, connection: sa.Connection, writer: str, operation: str) -> bool:
+        # Every mutation holds this lock to its end, which may come after its answer is given up.
+        self._lock_run(connection)
         return connection.scalar(self._find, {"this_writer": writer}) == operation
 
     def _take(self) -> str:

@@ -103,19 +103,17 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
 
         def work(connection: sa.Connection) -> tuple[bool, Pulse]:
             known = self._roster.live(connection, node_key)
-            if known == entry:
-                self._roster.extend(connection, node_key, ttl)
+            # It may expire between two statements, above all while the second waits for a lock.
+            if known == entry and self._roster.extend(connection, node_key, ttl):
                 self._run.touch(connection)
-            elif known is not None:
-                self._change_roster(connection)
-                self._roster.change(connection, node_key, entry, ttl)
-            else:
-                arrival = self._change_roster(connection)
+                return False, self._roster.pulse(connection, True, question)
+            arrival = self._change_roster(connection)
+            if known is None or not self._roster.change(connection, node_key, entry, ttl):
                 self._roster.put(connection, entry, ttl, arrival)
                 self._roster.purge(connection)
             return known is None, self._roster.pulse(connection, True, question)
 
-        is_new, pulse = self._database.write(work, lambda _: False)
+        is_new, pulse = self._database.write(work)
         if is_new:
             self._run.sweep()
         return pulse
@@ -129,7 +127,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
                 self._run.touch(connection)
             return self._roster.pulse(connection, present, question)
 
-        return self._database.write(work, lambda _: False)
+        return self._database.write(work)
 
     def withdraw(self, node_id: str, ttl_seconds: float) -> None:
         ttl = _milliseconds(ttl_seconds)
@@ -138,7 +136,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             arrival = self._change_roster(connection)
             self._roster.put(connection, Entry(node_id, b""), ttl, arrival, withdrawn=True)
 
-        self._database.write(work, lambda _: False)
+        self._database.write(work)
 
     def _change_roster(self, connection: sa.Connection) -> int:
         self._database.notify(connection, self._roster_topic)
@@ -286,9 +284,10 @@ class _RosterRows:
         """Let the live entry live on; whether there is one."""
         return connection.execute(self._extend, {"node": node_key, "ttl": ttl}).rowcount == 1
 
-    def change(self, connection: sa.Connection, node_key: str, entry: Entry, ttl: int) -> None:
-        """Overwrite the live entry, which keeps its place."""
-        connection.execute(self._change, {"node": node_key, **_entry_values(entry, ttl)})
+    def change(self, connection: sa.Connection, node_key: str, entry: Entry, ttl: int) -> bool:
+        """Overwrite the live entry, which keeps its place; whether there is one."""
+        values = {"node": node_key, **_entry_values(entry, ttl)}
+        return connection.execute(self._change, values).rowcount == 1
 
     def put(
         self,

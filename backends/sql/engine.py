@@ -4,6 +4,8 @@
   wait costs no connection of the pool and silences nobody.
 * An error before the commit means that nothing was written. Only the answer to the commit itself
   can be lost; then the caller's ``was_applied`` looks, on a new connection, for what was written.
+  The commit may still be under way then: a server that waits for its disk or its standby ends it
+  later. Who must not take that for a failure first waits for a lock that the writer held.
 * What is gone is noticed: when the tables or the file were removed or replaced, the call that
   finds out raises, so that its caller knows that contact was lost, and the next one starts anew.
 * A wait takes a mark, looks, and sleeps until the mark has changed: nothing is missed. What is
@@ -108,11 +110,11 @@ class Database:
         with self._call() as deadline:
             return self._repeat(attempt, deadline, is_read=True)
 
-    def write(self, work: Work[T], was_applied: Work[bool]) -> T:
-        """What ``work`` returns, once all it wrote is committed.
+    def write(self, work: Work[T], was_applied: Work[bool] | None = None) -> T:
+        """What ``work`` returns, once all it wrote is committed; both execute a statement.
 
-        Raises :class:`AnswerLost` where that is not known. After any other error nothing was
-        written.
+        Raises :class:`AnswerLost` where that is not known. After any other error ``was_applied``,
+        in a transaction of its own, has found nothing; without one, the commit may yet be made.
         """
 
         def attempt() -> T:
@@ -126,6 +128,8 @@ class Database:
                         raise
                     lost = self._explained(error)
                     connection.invalidate()
+            if was_applied is None:
+                raise lost
             return self._look_for_answer(result, was_applied, lost)
 
         with self._call() as deadline:
@@ -225,7 +229,7 @@ class Database:
         # The call's time may be over: it was spent on waiting for the answer.
         deadline = time.monotonic() + self._timeout_seconds
         try:
-            with self._connection(deadline, write=False) as connection:
+            with self._connection(deadline, write=True) as connection:
                 applied = was_applied(connection)
         except (sa.exc.SQLAlchemyError, self.dialect.driver_error, OSError, RendezvousError):
             raise AnswerLost(str(lost), result) from lost
@@ -245,12 +249,14 @@ class Database:
         if not self._opening.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise RendezvousConnectionError(f"{self.endpoint} could not be opened in time")
         try:
-            if self._pool is None:
+            # Another thread may close at any moment.
+            pool = self._pool
+            if pool is None:
                 dialect = self.dialect
                 pool = Pool(dialect.engine(), dialect.connections_max, dialect.idle_seconds)
                 dialect.prepare(self.tables, pool, deadline)
                 self._pool = pool
-            return self._pool
+            return pool
         finally:
             self._opening.release()
 
@@ -292,7 +298,8 @@ class Database:
         finally:
             # First of all, since a signal handler may raise anywhere below.
             ticket.is_done = True
-            if self._pool is not None and self._pool.has_idle:
+            pool = self._pool
+            if pool is not None and pool.has_idle:
                 self._reap_later()
             with self._idle:
                 self._running.discard(ticket)

@@ -29,13 +29,21 @@ LINGER_SECONDS = 1.0
 TRY_AGAIN_SECONDS = 10.0
 """How long a server is spared that was crowded, and a pooler is taken for one."""
 LOOK_AROUND = """
-SELECT pg_backend_pid(),
-       (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
-       least(current_setting('max_connections')::int,
-             (SELECT nullif(rolconnlimit, -1) FROM pg_roles WHERE rolname = current_user),
-             (SELECT nullif(datconnlimit, -1) FROM pg_database
-               WHERE datname = current_database()))
+WITH clients AS (SELECT usename, datname FROM pg_stat_activity
+                  WHERE datid IS NOT NULL AND usesysid IS NOT NULL),
+     limits AS (SELECT current_setting('max_connections')::int AS most,
+                       (SELECT count(*) FROM clients) AS used
+                UNION ALL
+                SELECT rolconnlimit, (SELECT count(*) FROM clients WHERE usename = session_user)
+                  FROM pg_roles WHERE rolname = session_user
+                UNION ALL
+                SELECT datconnlimit,
+                       (SELECT count(*) FROM clients WHERE datname = current_database())
+                  FROM pg_database WHERE datname = current_database())
+SELECT pg_backend_pid(), EXISTS (SELECT FROM limits WHERE most >= 0 AND used * 2 > most)
 """
+"""The server's number of this process, and whether connections are short. Of the connections of
+others a common role sees whose they are and to what database, but not of which type."""
 
 
 class Listener(ChangeSignal):
@@ -98,9 +106,11 @@ class Listener(ChangeSignal):
                     if self._reader is not None:
                         self._changed.wait(min(left, FOLLOWER_SECONDS_MAX))
                         continue
+                    # Taken together: who closes leaves to the reader what it reads from.
                     self._reader = threading.get_ident()
+                    connection, bell = self._connection, self._bell
                 try:
-                    self._read(left)
+                    self._read(connection, bell, left)
                 finally:
                     with self._changed:
                         self._reader = None
@@ -154,11 +164,11 @@ class Listener(ChangeSignal):
                 raise
             return self._poll(self._crowded)
         try:
-            process, used, most = connection.execute(LOOK_AROUND).fetchone()
+            process, is_crowded = connection.execute(LOOK_AROUND).fetchone()
             polling = None
             if process != connection.pgconn.backend_pid:
                 polling = self._pooled
-            elif used * 2 > most:
+            elif is_crowded:
                 polling = self._crowded
             if polling is not None:
                 connection.close()
@@ -185,12 +195,8 @@ class Listener(ChangeSignal):
             raise
         self._counts.update(dict.fromkeys(topics, 0))
 
-    def _read(self, seconds: float) -> None:
+    def _read(self, connection: Any, bell: Any, seconds: float) -> None:
         """Wait for what the server tells, and count it. Only one thread at a time is here."""
-        with self._changed:
-            connection, bell = self._connection, self._bell
-        if connection is None or bell is None:
-            return
         try:
             poller = select.poll()
             for descriptor in (connection.pgconn.socket, bell[0].fileno()):

@@ -24,6 +24,7 @@ from rdzv.backends.sql.server import (
     READ_ONLY,
     WRONG_PASSWORD,
     ServerDialect,
+    masked,
 )
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 
@@ -31,6 +32,8 @@ PACE = Pace(0.01, 0.5, 0.1)
 SILENT_SECONDS = 5
 """So much longer than a request the server bears a client that says nothing."""
 LOCK_OF_THE_MAKERS = "rdzv"
+DEADLINE = "deadline"
+"""Of what is done on a connection, by ``time.monotonic()``, among what SQLAlchemy keeps with it."""
 TIMEOUTS = {
     "pymysql": ("connect_timeout", "read_timeout", "write_timeout"),
     "mysqldb": ("connect_timeout", "read_timeout", "write_timeout"),
@@ -62,8 +65,8 @@ class MysqlDialect(ServerDialect):
     }
     missing_table = frozenset({1146, 1054})
     missing_right = frozenset({1142, 1143, 1044, 1370})
-    # Overcrowded (server, user); deadlock; a certification failure of a cluster.
-    transient = frozenset({1040, 1203, 1213, 1020})
+    # Overcrowded (server, user, account); deadlock, or a cluster's refusal; a row that has changed.
+    transient = frozenset({1040, 1203, 1226, 1213, 1020})
     reopen = frozenset({1290, 1836})
 
     def __init__(self, url: sa.URL, options: SqlOptions) -> None:
@@ -72,7 +75,7 @@ class MysqlDialect(ServerDialect):
         self._driver_name = url.drivername.partition("+")[2]
         if self._driver_name not in TIMEOUTS:
             raise RendezvousSettingsError(
-                f"{url.render_as_string()}: this driver is not known to work; write mysql:// for "
+                f"{masked(url)}: this driver is not known to work; write mysql:// for "
                 f"PyMySQL, or mysql+ and one of {', '.join(TIMEOUTS)}"
             )
         super().__init__(url, options)
@@ -97,6 +100,14 @@ class MysqlDialect(ServerDialect):
             connection.close()
             raise
         return connection
+
+    def engine(self) -> sa.Engine:
+        engine = super().engine()
+        if self._driver_name == "pymysql":
+            for event in ("before_cursor_execute", "commit"):
+                if not sa.event.contains(engine, event, _limit):
+                    sa.event.listen(engine, event, _limit)
+        return engine
 
     def code(self, error: BaseException) -> int | None:
         cause = getattr(error, "orig", None) or error
@@ -125,9 +136,9 @@ class MysqlDialect(ServerDialect):
 
     def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
         driver: Any = connection.connection.driver_connection
+        connection.info[DEADLINE] = time.monotonic() + max(seconds, 0.001)
         if self._driver_name == "pymysql":
-            # It waits so long for each packet.
-            driver._read_timeout = driver._write_timeout = max(seconds, 0.001)
+            _limit(connection)
         if not write:
             return
         deadline = time.monotonic() + seconds
@@ -152,6 +163,14 @@ class MysqlDialect(ServerDialect):
         keys = [column.name for column in table.primary_key]
         others = {name: statement.inserted[name] for name in values if name not in keys}
         return statement.on_duplicate_key_update(others)
+
+
+def _limit(connection: sa.Connection, *_: Any) -> None:
+    """Let the next statement, too, end by the deadline. PyMySQL waits so long for each packet."""
+    deadline = connection.info.get(DEADLINE)
+    if deadline is not None:
+        driver: Any = connection.connection.driver_connection
+        driver._read_timeout = driver._write_timeout = max(deadline - time.monotonic(), 0.001)
 
 
 class _StaleConnection(sa.exc.SQLAlchemyError):

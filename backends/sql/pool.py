@@ -114,8 +114,13 @@ class Reaper:
         with self._wanted:
             self._is_stopped, self._is_wanted = False, True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rdzv-sql", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="rdzv-sql", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # Late in the life of a process Python starts no thread any more.
+                    return
+                self._thread = thread
 
     def stop(self) -> None:
         """End soon."""

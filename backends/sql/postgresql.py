@@ -30,11 +30,15 @@ from rdzv.backends.sql.server import (
     READ_ONLY,
     WRONG_PASSWORD,
     ServerDialect,
+    masked,
 )
 from rdzv.errors import RendezvousSettingsError
 
 POLL_SECONDS = 0.25
 """The socket is looked at by itself at least so often, as psycopg does."""
+ASK_SECONDS_MIN = 1.0
+"""A question has so long, even where the call's time was spent on hosts that are silent: else no
+call would ever reach the one behind them."""
 LOCK_OF_THE_MAKERS = 0x72647A76
 """What those who make tables hold: "rdzv" as a number."""
 TOO_MANY_CONNECTIONS = "53300"
@@ -107,7 +111,7 @@ class PostgresqlDialect(ServerDialect):
     def __init__(self, url: sa.URL, options: SqlOptions) -> None:
         if url.drivername not in ("postgresql", "postgresql+psycopg"):
             raise RendezvousSettingsError(
-                f"{url.render_as_string()}: rdzv reaches PostgreSQL by psycopg 3; write "
+                f"{masked(url)}: rdzv reaches PostgreSQL by psycopg 3; write "
                 "postgresql:// or postgresql+psycopg://"
             )
         super().__init__(url.set(drivername="postgresql+psycopg"), options)
@@ -117,7 +121,10 @@ class PostgresqlDialect(ServerDialect):
 
     def connect(self) -> Connection:
         positional, named = self._arguments
-        seconds = min(self.request_seconds, float(named.get("connect_timeout") or math.inf))
+        # psycopg gives each host so long, one after the other.
+        hosts = str(named.get("host") or "").count(",") + 1
+        allowed = float(named.get("connect_timeout") or math.inf)
+        seconds = min(self.request_seconds / hosts, allowed)
         named = {**named, "connect_timeout": max(2, math.ceil(seconds))}
         try:
             connection = Connection.connect(
@@ -158,7 +165,7 @@ class PostgresqlDialect(ServerDialect):
 
     def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
         driver: Any = connection.connection.driver_connection
-        seconds = max(seconds, 0.001)
+        seconds = max(seconds, min(ASK_SECONDS_MIN, self.request_seconds))
         driver.deadline = time.monotonic() + seconds
         if not write:
             return

@@ -108,7 +108,7 @@ class Run:
         try:
             overdue = self._database.read(lambda c: c.scalars(self._overdue).all())
             if overdue:
-                self._database.write(lambda c: self._remove(c, overdue), lambda _: False)
+                self._database.write(lambda c: self._remove(c, overdue))
         except RendezvousError:
             logger.debug("sweeping %s failed", self._database.endpoint, exc_info=True)
 

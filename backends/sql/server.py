@@ -63,9 +63,8 @@ class ServerDialect(Dialect):
         if options.password is not None:
             url = url.set(password=options.password)
         self._url, self._options = url, options
-        written = url.render_as_string(hide_password=False)
-        self._secrets = (*secrets_in(written), url.password, options.password)
-        self.endpoint = mask_secrets(url.render_as_string(), *self._secrets)
+        self._secrets = (*_secrets_of(url), options.password)
+        self.endpoint = masked(url)
         self.request_seconds = options.request_seconds
         self.open_seconds = max(options.read_timeout_seconds, options.request_seconds)
         try:
@@ -232,6 +231,15 @@ class ServerDialect(Dialect):
     def whole_request_seconds(self) -> int:
         """For drivers and servers that count whole seconds."""
         return max(1, math.ceil(self.request_seconds))
+
+
+def masked(url: sa.URL) -> str:
+    """The URL without its secrets, which may also stand after the '?'."""
+    return mask_secrets(url.render_as_string(), *_secrets_of(url))
+
+
+def _secrets_of(url: sa.URL) -> tuple[str | None, ...]:
+    return (*secrets_in(url.render_as_string(hide_password=False)), url.password)
 
 
 def _without_effect(table: sa.Table) -> Iterator[sa.Executable]:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 
+from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.registered import RegisteredTarget
 from rdzv.conformance.servers.base import DATABASE, PASSWORD, USER
 from rdzv.conformance.servers.programs import Program, Workplace, on_path
@@ -89,6 +91,15 @@ def drop_all(connection: sa.Connection) -> None:
     for table in sa.inspect(connection).get_table_names():
         if table.startswith("rdzv_"):
             connection.execute(sa.text(f"DROP TABLE {table}"))
+
+
+def empty_server(request: pytest.FixtureRequest, technology: str) -> Any:
+    """The technology's server, with no table of ours."""
+    server = server_or_not_run(request, technology)
+    server.backend = technology
+    with administrator(server) as connection:
+        drop_all(connection)
+    return server
 
 
 def asked(server: Any, question: str) -> Any:

@@ -210,7 +210,7 @@ def test_a_call_inside_a_call_of_the_same_thread_is_refused(space: SqliteTarget)
         with pytest.raises(RendezvousConnectionError, match="signal handler"):
             backend.withdraw("node", 1.0)
 
-    backend._database.write(interrupted, lambda _: False)
+    backend._database.write(interrupted)
     assert time.monotonic() - started < 5
     backend.withdraw("node", 1.0)
 

@@ -1,4 +1,4 @@
-"""PostgreSQL servers of the tests' own: one that is small, and two in one URL."""
+"""PostgreSQL servers of the tests' own: one that is small, and several in one URL."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
+from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.servers.technologies import PostgreSQL
 from rdzv.conformance.store_kit import Background, in_threads
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
+from rdzv.stores.sql import SqlStore
 
-from .sql_targets import administrator, asked, ours, until
+from .sql_targets import administrator, asked, empty_server, ours, until
 
 TTL_SECONDS = 60.0
 
@@ -93,6 +96,33 @@ def test_the_next_server_of_the_url_takes_over() -> None:
         url = f"postgresql://rdzv:rdzv@/rdzv?{hosts}&target_session_attrs=read-write"
         with contextlib.closing(SqlBackend(url, "run")) as backend:
             a_server_is_lost_and_another_turns_read_only(backend, first, second)
+
+
+@pytest.mark.full
+def test_a_host_that_is_silent_is_passed_by(request: pytest.FixtureRequest) -> None:
+    """A machine that is gone refuses nothing: it does not answer."""
+    server = empty_server(request, "postgresql")
+    with Proxy(server.address) as silent:
+        hosts = "&".join(f"host={host}:{port}" for host, port in (silent.address, server.address))
+        url = f"postgresql://rdzv:rdzv@/rdzv?{hosts}"
+        options = SqlOptions(keep_alive_interval_seconds=2.0)
+        silent.black_hole()
+        with (
+            contextlib.closing(SqlBackend(url, "run", options)) as backend,
+            contextlib.closing(
+                SqlStore(url, "run", timedelta(seconds=60), options=options)
+            ) as store,
+        ):
+
+            def answers() -> bool:
+                try:
+                    return backend.get_state() is None
+                except RendezvousConnectionError:
+                    return False
+
+            until(answers, 60.0)
+            store.set("key", "value")
+            assert store.get("key") == b"value"
 
 
 def a_server_is_lost_and_another_turns_read_only(

@@ -11,12 +11,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.backends.sql.__main__ import main, statements
-from rdzv.conformance.plugin import server_or_not_run
+from rdzv.backends.sql.listen import LOOK_AROUND
+from rdzv.backends.sql.pool import Reaper
 from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.store_kit import Background, in_threads
@@ -24,7 +26,7 @@ from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
 
-from .sql_targets import TABLES, administrator, asked, drop_all, ours, until
+from .sql_targets import TABLES, administrator, asked, drop_all, empty_server, ours, until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "sql.md"
 SERVERS = ("postgresql", "mysql")
@@ -34,20 +36,12 @@ SHORT_LIFE = SqlOptions(outage_timeout_seconds=0.3, closed_grace_seconds=0.1)
 
 @pytest.fixture(params=SERVERS)
 def server(request: pytest.FixtureRequest) -> Any:
-    """One with no table of ours."""
-    server = server_or_not_run(request, request.param)
-    server.backend = request.param
-    with administrator(server) as connection:
-        drop_all(connection)
-    return server
+    return empty_server(request, request.param)
 
 
 @pytest.fixture
 def postgresql(request: pytest.FixtureRequest) -> Any:
-    server = server_or_not_run(request, "postgresql")
-    with administrator(server) as connection:
-        drop_all(connection)
-    return server
+    return empty_server(request, "postgresql")
 
 
 @pytest.fixture
@@ -282,38 +276,53 @@ def test_where_connections_are_short_nobody_listens(postgresql: Any, opened: Any
             connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
 
 
-# ------------------------------------------------------------------------------------------- costs
+def test_connections_of_others_count_where_a_common_role_looks(postgresql: Any) -> None:
+    """It does not see of which type they are."""
+    host, port = postgresql.address
+    endpoint = f"host={host} port={port} dbname=rdzv user=stranger password=secret"
+    with administrator(postgresql) as connection:
+        connection.execute(sa.text("CREATE ROLE stranger LOGIN PASSWORD 'secret'"))
+        connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT 3"))
+    try:
+        with psycopg.connect(endpoint, autocommit=True) as stranger:
+            until(lambda: ours(postgresql) == 1)
+            assert stranger.execute(LOOK_AROUND).fetchone()[1] is False, "one of three"
+            with administrator(postgresql):
+                assert stranger.execute(LOOK_AROUND).fetchone()[1] is True, "two of three"
+        with administrator(postgresql) as connection:
+            connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
+            connection.execute(sa.text("ALTER ROLE stranger CONNECTION LIMIT 2"))
+        with psycopg.connect(endpoint, autocommit=True) as stranger, administrator(postgresql):
+            assert stranger.execute(LOOK_AROUND).fetchone()[1] is False, "one of its own two"
+    finally:
+        with administrator(postgresql) as connection:
+            connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
+            connection.execute(sa.text("DROP ROLE stranger"))
 
 
-def test_costs_do_not_grow_with_the_nodes(server: Any, opened: Any) -> None:
-    joins, beats = [], []
-    for nodes in (8, 128):
-        run_id = f"{nodes} nodes"
-        crowd = backend_on(server, run_id)
-        crowd.set_state(b"document")
-        for number in range(nodes):
-            crowd.announce(Entry(f"node{number}", b"", "round"), TTL_SECONDS, Question())
-        crowd.close()
-        statements_made: list[str] = []
-        backend = opened(backend_on(server, run_id))
-        backend.open()
-        engine = backend._database._pool.engine
-
-        def count(*arguments: Any, into: list[str] = statements_made) -> None:
-            into.append(arguments[2])
-
-        sa.event.listen(engine, "before_cursor_execute", count)
-        try:
-            backend.announce(Entry("me", b"", "round"), TTL_SECONDS, Question("node0", "round"))
-            joins.append(len(statements_made))
-            statements_made.clear()
-            for _ in range(4):
-                backend.beat("me", TTL_SECONDS, Question("node0", "round"))
-            beats.append(len(statements_made))
-        finally:
-            sa.event.remove(engine, "before_cursor_execute", count)
-    assert joins[0] == joins[1]
-    assert beats[0] == beats[1] == 8
+def test_a_limit_of_the_account_is_waited_for(request: pytest.FixtureRequest, opened: Any) -> None:
+    server = empty_server(request, "mysql")
+    host, port = server.address
+    endpoint = f"mysql+pymysql://few:secret@{host}:{port}/rdzv"
+    root = sa.create_engine(as_administrator(server), poolclass=sa.NullPool)
+    opened(backend_on(server)).open()
+    options = SqlOptions(read_timeout_seconds=30.0)
+    try:
+        with root.begin() as connection:
+            for statement in (
+                "CREATE USER few IDENTIFIED BY 'secret' WITH MAX_USER_CONNECTIONS 1",
+                "GRANT ALL ON rdzv.* TO few",
+            ):
+                connection.exec_driver_sql(statement)
+        few = sa.create_engine(endpoint, poolclass=sa.NullPool)
+        with few.connect():
+            backend = opened(SqlBackend(endpoint, "run", options))
+            opening = Background(backend.open).still_blocked()
+        opening.result()
+    finally:
+        with root.begin() as connection:
+            connection.exec_driver_sql("DROP USER IF EXISTS few")
+        root.dispose()
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -332,8 +341,48 @@ def test_a_refused_transaction_is_repeated(postgresql: Any, opened: Any, code: s
             connection.exec_driver_sql(text)
         return "done"
 
-    assert backend._database.write(work, lambda _: False) == "done"
+    assert backend._database.write(work) == "done"
     assert len(tries) == 3
+
+
+SLOW_COMMIT = """
+CREATE SEQUENCE commits;
+CREATE FUNCTION slow_commit() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF nextval('commits') > 1 THEN RETURN NULL; END IF;
+    LOOP
+        BEGIN
+            PERFORM pg_advisory_xact_lock(7);
+            RETURN NULL;
+        EXCEPTION WHEN query_canceled OR lock_not_available THEN NULL;
+        END;
+    END LOOP;
+END $$;
+CREATE CONSTRAINT TRIGGER slow AFTER INSERT OR UPDATE ON rdzv_writers
+    DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION slow_commit()
+"""
+
+
+def test_a_commit_that_is_made_after_it_was_given_up_is_not_repeated(
+    postgresql: Any, opened: Any
+) -> None:
+    """So it is where a server waits for its standby: the answer is late, the commit is made."""
+    store = opened(SqlStore(postgresql.endpoint(), "run", timedelta(seconds=60)))
+    store.set("other", "value")
+    with administrator(postgresql) as connection:
+        connection.exec_driver_sql(SLOW_COMMIT)
+    try:
+        with administrator(postgresql) as connection:
+            connection.execute(sa.text("SELECT pg_advisory_xact_lock(7)"))
+            adding = Background(lambda: store.add("n", 1))
+            until(lambda: ours(postgresql, "AND query = 'COMMIT' AND wait_event_type = 'Lock'"))
+            # It has given up, and waits for what it has given up.
+            until(lambda: ours(postgresql, "AND query LIKE '%FOR UPDATE%' AND state = 'active'"))
+        assert adding.result() == 1
+        assert store.get("n") == b"1"
+    finally:
+        with administrator(postgresql) as connection:
+            connection.exec_driver_sql("DROP FUNCTION slow_commit CASCADE; DROP SEQUENCE commits")
 
 
 def test_a_lock_that_somebody_holds_is_waited_for_in_time(server: Any, opened: Any) -> None:
@@ -361,6 +410,51 @@ def test_errors_say_where_and_what_to_do_and_no_secret(server: Any, opened: Any)
         nobody.get_state()
     assert "hunter22" not in str(caught.value)
     assert nobody.route() == ("127.0.0.1", 1)
+
+
+def test_all_statements_of_a_call_end_by_one_deadline(server: Any, opened: Any) -> None:
+    backend = opened(backend_on(server, keep_alive_interval_seconds=1.0))
+    backend.open()
+    nap = "pg_sleep(0.7)" if server.backend == "postgresql" else "sleep(0.7)"
+
+    def nap_often(connection: sa.Connection) -> None:
+        for _ in range(10):
+            connection.execute(sa.text(f"SELECT {nap}"))
+
+    for call in (backend._database.read, backend._database.write):
+        started = time.monotonic()
+        with pytest.raises(RendezvousConnectionError):
+            call(nap_often)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("url", ["postgresql+asyncpg", "mysql+aiomysql"])
+def test_a_refused_driver_is_told_without_secrets(url: str) -> None:
+    with pytest.raises(RendezvousSettingsError, match="write") as caught:
+        SqlBackend(f"{url}://u:hunter22@host/db?password=swordfish", "run")
+    assert "hunter22" not in str(caught.value)
+    assert "swordfish" not in str(caught.value)
+
+
+def test_connections_are_closed_later_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So it is late in the life of a process, when a node withdraws."""
+    closed = threading.Event()
+
+    def close_idle() -> bool:
+        closed.set()
+        return True
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    reaper = Reaper(close_idle, 0.0)
+    with monkeypatch.context() as late:
+        late.setattr(threading.Thread, "start", refuse)
+        reaper.start()
+    reaper.start()
+    assert closed.wait(10.0)
 
 
 def test_a_password_can_come_from_a_file(server: Any, opened: Any) -> None:

@@ -1,0 +1,199 @@
+"""What a rendezvous costs PostgreSQL and MariaDB, whatever the number of nodes: as a client counts
+its statements, and as the server counts what it is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from rdzv import registry
+from rdzv.backends.sql import SqlBackend
+from rdzv.backends.sql.base import Polling
+from rdzv.conformance.handler_kit import in_thread
+from rdzv.conformance.servers.base import DATABASE
+from rdzv.ports import Entry, Question
+
+from .sql_targets import empty_server, until
+
+TTL_SECONDS = 60.0
+NODES = (8, 128)
+GROWTH_MAX = 1.2
+"""How many times more a node may cost among 128 than among 8: what grows with the number of nodes
+would cost 16 times as much."""
+JOIN_MORE = 20
+"""Of a join besides. It is slower among many on one machine, so connections are opened again that
+had been idle; a node that heard of every arrival would cost 120 more."""
+INTERVAL_SECONDS = 5.0
+IDLE_SECONDS = 20.0
+
+
+@pytest.fixture(params=["postgresql", "mysql"])
+def server(request: pytest.FixtureRequest) -> Any:
+    return empty_server(request, request.param)
+
+
+def test_statements_do_not_grow_with_the_nodes(server: Any) -> None:
+    few, many = (statements_of(server, nodes) for nodes in NODES)
+    assert few == many
+    assert few[1] == 2, "a beat moves its entry, and asks"
+
+
+def statements_of(server: Any, nodes: int) -> tuple[int, float]:
+    """Of an announcement among so many nodes, and of a beat."""
+    with (
+        contextlib.closing(SqlBackend(server.endpoint(), f"{nodes} nodes")) as crowd,
+        contextlib.closing(SqlBackend(server.endpoint(), f"{nodes} nodes")) as backend,
+    ):
+        crowd.set_state(b"document")
+        for number in range(nodes):
+            crowd.announce(Entry(f"node{number}", b"", "round"), TTL_SECONDS, Question())
+        backend.open()
+        pool = backend._database._pool
+        assert pool is not None
+        made: list[str] = []
+
+        def count(*arguments: Any) -> None:
+            made.append(arguments[2])
+
+        sa.event.listen(pool.engine, "before_cursor_execute", count)
+        try:
+            backend.announce(Entry("me", b"", "round"), TTL_SECONDS, Question("node0", "round"))
+            of_an_announcement = len(made)
+            made.clear()
+            for _ in range(4):
+                backend.beat("me", TTL_SECONDS, Question("node0", "round"))
+            return of_an_announcement, len(made) / 4
+        finally:
+            sa.event.remove(pool.engine, "before_cursor_execute", count)
+
+
+# ---------------------------------------------------------------------------- as the server counts
+
+
+class Meter:
+    """What a server has been asked, by its own count: transactions of PostgreSQL, each statement
+    outside one included; statements of MySQL and MariaDB. What the meter asks is left out."""
+
+    def __init__(self, server: Any) -> None:
+        self._is_postgresql = server.backend == "postgresql"
+        url = sa.make_url(server.endpoint())
+        if self._is_postgresql:
+            # Another database, whose transactions are counted apart.
+            url = url.set(database="postgres")
+        self._engine = sa.create_engine(url, poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
+        self._connection = self._engine.connect()
+        self._asked = 0
+
+    def close(self) -> None:
+        self._connection.close()
+        self._engine.dispose()
+
+    def count(self) -> int:
+        """At a moment when no node is connected, since PostgreSQL may count what a connection has
+        done only when it ends."""
+        until(lambda: self._connections() == 0, 120.0)
+        if self._is_postgresql:
+            return self._value(
+                "SELECT xact_commit + xact_rollback FROM pg_stat_database "
+                f"WHERE datname = '{DATABASE}'"
+            )
+        return self._value("SHOW GLOBAL STATUS LIKE 'Questions'") - self._asked
+
+    def _connections(self) -> int:
+        if self._is_postgresql:
+            return self._value(
+                f"SELECT count(*) FROM pg_stat_activity WHERE datname = '{DATABASE}' "
+                "AND backend_type = 'client backend'"
+            )
+        return self._value("SHOW GLOBAL STATUS LIKE 'Threads_connected'") - 1
+
+    def _value(self, question: str) -> int:
+        self._asked += 1
+        return int(self._connection.execute(sa.text(question)).one()[-1])
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one node, in what a :class:`Meter` counts."""
+
+    join: float
+    """Without looking again and again, which a slower join does more often."""
+    idle_minute: float
+
+
+@contextlib.contextmanager
+def crowd(server: Any, count: int, interval_seconds: float) -> Iterator[list[Any]]:
+    """The handlers of nodes that will meet, made as torchrun makes them."""
+    parameters = RendezvousParameters(
+        server.backend,
+        server.endpoint(),
+        f"{count} nodes, {interval_seconds} s",
+        count,
+        count,
+        local_addr="127.0.0.1",
+        join_timeout=240,
+        keep_alive_interval=interval_seconds,
+    )
+    handlers: list[Any] = []
+    try:
+        handlers += [registry.create(parameters) for _ in range(count)]
+        yield handlers
+    finally:
+        for handler in handlers:
+            handler._departure.cancel()
+            handler._keep_alive.stop()
+        for handler in handlers:
+            assert handler._keep_alive.wait(30.0)
+            handler._backend.close()
+            handler._store.close()
+
+
+def join_all(handlers: list[Any]) -> None:
+    joins = [in_thread(handler.next_rendezvous) for handler in handlers]
+    for joining in joins:
+        joining.result(240.0)
+
+
+def costs(server: Any, meter: Meter, count: int, monkeypatch: pytest.MonkeyPatch) -> Costs:
+    """What each of ``count`` nodes makes the server do."""
+    polls, sleep = itertools.count(), Polling.sleep
+
+    def counted(*arguments: Any) -> None:
+        sleep(*arguments)
+        next(polls)
+
+    with monkeypatch.context() as during_the_join, crowd(server, count, 60.0) as handlers:
+        before = meter.count()
+        during_the_join.setattr(Polling, "sleep", counted)
+        join_all(handlers)
+        joined = meter.count() - before - next(polls)
+    with crowd(server, count, INTERVAL_SECONDS) as handlers:
+        join_all(handlers)
+        before, started = meter.count(), time.monotonic()
+        threading.Event().wait(IDLE_SECONDS)
+        idle = meter.count() - before
+        minutes = (time.monotonic() - started) / 60
+    return Costs(joined / count, idle / count / minutes)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_server_is_asked_as_much_by_a_node_among_8_and_among_128(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Meter(server)) as meter:
+        few, many = (costs(server, meter, count, monkeypatch) for count in NODES)
+    told = f"{NODES[0]} nodes: {few}, {NODES[1]} nodes: {many}"
+    assert few.join > 5, f"nodes that join are counted: {told}"
+    assert many.join <= GROWTH_MAX * few.join + JOIN_MORE, told
+    assert few.idle_minute > 0.75 * 60 / INTERVAL_SECONDS, f"every beat is counted: {told}"
+    assert many.idle_minute <= GROWTH_MAX * few.idle_minute, told
