@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import random
 import threading
 import time
@@ -29,6 +30,7 @@ from rdzv.backends.c10d_chain import (
     Chain,
     DataLost,
     Head,
+    count_bell,
     new_nonce,
     ring,
 )
@@ -297,6 +299,10 @@ _PULSE_FIELDS = [
 _listening: weakref.WeakSet[C10dRendezvousBackend] = weakref.WeakSet()
 
 
+# What a forked child has of them is a copy without threads, and its end is not the end of a node.
+os.register_at_fork(after_in_child=_listening.clear)
+
+
 @atexit.register
 def _stop_listening() -> None:
     """A thread that comes back from C++ while the interpreter ends would abort the process."""
@@ -351,8 +357,10 @@ class _Listener:
                 backend._heard(token, at)
                 last = head
             self.listening = True
-            store.wait([f"{base}bell/{int(bell) + 1}"], timedelta(seconds=BELL_SECONDS))
+            following = int(bell) + 1
+            store.wait([f"{base}bell/{following}"], timedelta(seconds=BELL_SECONDS))
             at = time.monotonic()
+            count_bell(store, base, following)
 
 
 class _Look:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rdzv import registry
+from rdzv.backends import c10d
 from rdzv.backends.c10d import C10dRendezvousBackend
 from rdzv.backends.c10d_places import FilePlace
 from rdzv.backends.c10d_roster import HEAL_SECONDS, KEEPERS, REVISION, SMALL, digest
@@ -394,6 +395,50 @@ def test_our_own_stores_serve_as_well(opened: list[Any], pushes: bool) -> None:
     assert first.wait_for_change(old, LONG_SECONDS) == (b"2", new)
     announced(first, "node")
     assert [row.entry.node_id for row in second.entries()] == ["node"]
+
+
+class Breaking:
+    """A store whose connection breaks at the first call of this method for a key of the bell."""
+
+    def __init__(self, store: Any, method: str) -> None:
+        self.store = store
+        self._breaks_at = [method]
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def call(key: Any, *values: Any) -> Any:
+            if name in self._breaks_at and "/bell" in key:
+                self._breaks_at.remove(name)
+                raise dist.DistNetworkError("broken")
+            return method(key, *values)
+
+        return call if name in self._breaks_at else method
+
+
+@pytest.mark.parametrize("method", ["set", "compare_set"])
+def test_one_that_dies_while_it_rings_makes_nobody_deaf(opened: list[Any], method: str) -> None:
+    client = MemoryClient()
+    opened += [MemoryStore(client) for _ in range(3)]
+    stores: list[Any] = [Breaking(opened[0], method), *opened[1:]]
+    dying, other, listening = (on(store, opened, pushes=True) for store in stores)
+    announced(listening, "listening")
+    until(lambda: listening._listener is not None and listening._listener.listening)
+    _, token, _ = dying.set_state(b"1")
+    assert stores[0]._breaks_at == []
+    _, token, _ = other.set_state(b"2", token)
+    until(lambda: token in listening._dates)
+
+
+def test_a_forked_child_leaves_nothing(opened: list[Any]) -> None:
+    store = MemoryStore(MemoryClient())
+    opened.append(store)
+    announced(on(store, opened, pushes=True), "node")
+    before = len(c10d._listening)
+    child = os.fork()
+    if child == 0:
+        os._exit(len(c10d._listening))
+    assert (before > 0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (True, 0)
 
 
 # The file
