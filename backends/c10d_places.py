@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -207,9 +207,11 @@ class FilePlace:
         self._was_here = False
 
     def open(self, seconds: float) -> None:
-        """Make the file. Raises ``RendezvousSettingsError`` where that cannot be."""
+        """Make the file. Raises ``RendezvousSettingsError`` where that cannot be,
+        ``RendezvousConnectionError`` where others keep its lock for longer than the time."""
         try:
-            with self.exclusive():
+            with self._lock_file() as lock:
+                self._lock_within(lock, seconds)
                 if self._path.exists():
                     self._refuse_foreign()
                     self._remove_stale()
@@ -236,9 +238,25 @@ class FilePlace:
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """For what takes several steps: alone among all that use this file in this way."""
-        with self._path.with_name(self._path.name + ".lock").open("a") as lock:
+        with self._lock_file() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _lock_file(self) -> TextIO:
+        return self._path.with_name(self._path.name + ".lock").open("a")
+
+    def _lock_within(self, lock: TextIO, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise RendezvousConnectionError(
+                        f"Another process has kept the lock {self.endpoint}.lock for {seconds:g} s:"
+                        " look which one hangs (`lsof`), and end it."
+                    ) from error
+            time.sleep(RETRY_SECONDS_FIRST)
 
     def stamp_ms(self, store: Any) -> int | None:
         """Now, by the clock of the file system."""

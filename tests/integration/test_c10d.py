@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,12 @@ from rdzv.backends.c10d_roster import HEAL_SECONDS, KEEPERS, REVISION, SMALL, di
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
-    RendezvousStateError,
 )
 from rdzv.ports import Entry, Question
 from rdzv.stores.c10d import C10dClient, C10dStore
 from rdzv.stores.memory import MemoryClient, MemoryStore
 
-TTL_SECONDS = 2.0
+TTL_SECONDS = 4.0
 LONG_SECONDS = 60.0
 DEADLINE_SECONDS = 20.0
 LINGER_SECONDS = 1.0
@@ -397,6 +398,37 @@ def test_our_own_stores_serve_as_well(opened: list[Any], pushes: bool) -> None:
     assert [row.entry.node_id for row in second.entries()] == ["node"]
 
 
+@pytest.mark.parametrize("after", ["close", "failure"])
+def test_a_connection_ends_with_its_link(opened: list[Any], after: str) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def connect(seconds: float) -> Any:
+        store = dist.PrefixStore("p", shared)
+        made.append(weakref.ref(store))
+        return store
+
+    def broken(store: Any) -> None:
+        raise RuntimeError("broken")
+
+    shared = dist.HashStore()
+    backend = C10dRendezvousBackend(connect, "job", pushes=False)
+    opened.append(backend)
+    announced(backend, "node")
+    link = backend._links._link
+    assert link is not None
+    gc.disable()
+    try:
+        if after == "close":
+            backend.close()
+        else:
+            with pytest.raises(RendezvousConnectionError, match="broken"):
+                backend.ask_store(broken, DEADLINE_SECONDS)
+        until(lambda: not link.alive)
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
 class Breaking:
     """A store whose connection breaks at the first call of this method for a key of the bell."""
 
@@ -439,54 +471,3 @@ def test_a_forked_child_leaves_nothing(opened: list[Any]) -> None:
     if child == 0:
         os._exit(len(c10d._listening))
     assert (before > 0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (True, 0)
-
-
-# The file
-
-
-def opened_file(opened: list[Any], path: Path, **config: str) -> Any:
-    backend, store = registry.open_backend(parameters("filestore", str(path), **config))
-    opened += [backend, store]
-    return backend
-
-
-def test_a_stale_file_is_begun_anew(opened: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    first = opened_file(opened, path)
-    first.set_state(b"1")
-    first.close()
-    assert opened_file(opened, path).get_state()[0] == b"1"
-    long_ago = time.time() - 24 * 3600
-    os.utime(path, (long_ago, long_ago))
-    assert opened_file(opened, path).get_state() is None
-
-
-def test_a_removed_file_is_an_error_at_once(opened: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    backend = opened_file(opened, path)
-    backend.set_state(b"1")
-    path.unlink()
-    for _ in range(2):
-        started = time.monotonic()
-        with pytest.raises(RendezvousStateError, match="was removed"):
-            backend.get_state()
-        assert time.monotonic() - started < READ_SECONDS
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("age_seconds", [0, 24 * 3600])
-def test_a_file_of_something_else_is_left_as_it_is(
-    opened: list[Any], tmp_path: Path, age_seconds: float
-) -> None:
-    path = tmp_path / "train.py"
-    path.write_text("import torch\n")
-    written_at = time.time() - age_seconds
-    os.utime(path, (written_at, written_at))
-    with pytest.raises(RendezvousSettingsError, match="left as it is"):
-        opened_file(opened, path)
-    assert path.read_text() == "import torch\n"
-
-
-def test_a_file_without_a_folder(opened: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(RendezvousSettingsError, match="folder that exists"):
-        opened_file(opened, tmp_path / "nowhere" / "store")
