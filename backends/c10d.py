@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import os
 import random
 import threading
 import time
@@ -29,6 +31,7 @@ from rdzv.backends.c10d_chain import (
     Chain,
     DataLost,
     Head,
+    count_bell,
     new_nonce,
     ring,
 )
@@ -297,6 +300,10 @@ _PULSE_FIELDS = [
 _listening: weakref.WeakSet[C10dRendezvousBackend] = weakref.WeakSet()
 
 
+# What a forked child has of them is a copy without threads, and its end is not the end of a node.
+os.register_at_fork(after_in_child=_listening.clear)
+
+
 @atexit.register
 def _stop_listening() -> None:
     """A thread that comes back from C++ while the interpreter ends would abort the process."""
@@ -351,8 +358,10 @@ class _Listener:
                 backend._heard(token, at)
                 last = head
             self.listening = True
-            store.wait([f"{base}bell/{int(bell) + 1}"], timedelta(seconds=BELL_SECONDS))
+            following = int(bell) + 1
+            store.wait([f"{base}bell/{following}"], timedelta(seconds=BELL_SECONDS))
             at = time.monotonic()
+            count_bell(store, base, following)
 
 
 class _Look:
@@ -368,13 +377,11 @@ class _Session:
     def __init__(
         self, store: Any, base: str, link: Link, stamp_ms: Callable[[Any], int | None]
     ) -> None:
-        self._store, self._base, self._link, self._clock = store, base, link, stamp_ms
+        # Nothing here refers back to the session: a connection closes when its link ends, and not
+        # when some collection of garbage comes.
+        self.store: Callable[[], Any] = functools.partial(_awaited, store, link)
+        self._base, self._clock = base, functools.partial(stamp_ms, store)
         self._begin()
-
-    def store(self) -> Any:
-        """The store, as long as somebody waits for its answer."""
-        self._link.check()
-        return self._store
 
     def run(self, job: Callable[[_Session], T]) -> T:
         """The job's result. In a store that has lost its data it begins again, once."""
@@ -433,7 +440,7 @@ class _Session:
         if roster.expiries != expiries:
             look = self.look(*keys)
         age = None
-        if look.head.stamp_ms is not None and (now_ms := self._clock(self._store)) is not None:
+        if look.head.stamp_ms is not None and (now_ms := self._clock()) is not None:
             age = max(0.0, (now_ms - look.head.stamp_ms) / 1000)
         return Pulse(
             token=look.head.token,
@@ -469,7 +476,13 @@ class _Session:
     def _begin(self) -> None:
         life = _format(self.store(), self._base)
         self.roster = RosterView(self.store, self._base, life)
-        self.chain = Chain(self.store, self._base, life, lambda: self._clock(self._store))
+        self.chain = Chain(self.store, self._base, life, self._clock)
+
+
+def _awaited(store: Any, link: Link) -> Any:
+    """The store, as long as somebody waits for its answer."""
+    link.check()
+    return store
 
 
 def _format(store: Any, base: str) -> bytes:

@@ -193,10 +193,20 @@ class Chain:
 
 
 def ring(store: Any, base: str) -> int:
-    """Wake all who wait for a change; the number of the bell that was rung."""
-    bell = int(store.add(base + "bell", 1))
+    """Wake all who wait for a change; the number of the bell that was rung.
+
+    First it rings, then it is counted: who dies in between leaves a bell that has rung and that
+    those whom it wakes count, not one that never rings.
+    """
+    bell = int(store.get(base + "bell")) + 1
     store.set(f"{base}bell/{bell}", b"1")
+    count_bell(store, base, bell)
     return bell
+
+
+def count_bell(store: Any, base: str, bell: int) -> None:
+    """Let the next bell be the one after this, unless that has been done."""
+    store.compare_set(base + "bell", str(bell - 1).encode(), str(bell).encode())
 
 
 def new_nonce() -> str:

@@ -64,6 +64,8 @@ class Link:
             raise RendezvousConnectionError(f"no answer within {seconds:g} s") from None
         except Abandoned:
             raise RendezvousConnectionError("the connection was lost meanwhile") from None
+        finally:
+            del future
         return result
 
     def abandon(self) -> None:
@@ -92,6 +94,9 @@ class Link:
                 future.set_result(job(session))
             except BaseException as error:
                 future.set_exception(error)
+            # The error refers to this frame: it must not refer back, or the connection would stay
+            # until some collection of garbage.
+            del item, job, future
         self.abandoned = True
         # Requests that came after the end would wait for nothing.
         while not self._jobs.empty():

@@ -15,18 +15,24 @@ import os
 import random
 import resource
 import socket
+import struct
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
 from rdzv.address import is_own, join_host_port, resolve
-from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError, RendezvousStateError
+from rdzv.errors import (
+    RendezvousConnectionError,
+    RendezvousSettingsError,
+    RendezvousStateError,
+    mask_secrets,
+)
 
 logger = logging.getLogger("rdzv")
 
@@ -36,6 +42,8 @@ OPEN_FILES_WANTED = 65_536
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_LAST = 0.5
 HERE, GONE = "rdzv/here", "rdzv/gone"
+FILE_STORE_BEGINS = struct.pack("=I", len("refcount/")) + b"refcount/"
+"""What torch writes first into the file of a FileStore."""
 LINGER_POLL_SECONDS = 0.05
 
 
@@ -156,8 +164,9 @@ class TcpPlace:
             _allow_many_files()
             self.port = listening.getsockname()[1]
             self.endpoint = join_host_port(self.host, self.port)
+            # Torch connects to it: where the host has several addresses, to one of our own.
             self._server = dist.TCPStore(
-                addresses[0] if addresses else self.host,
+                next(filter(is_own, addresses), "127.0.0.1"),
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
@@ -192,20 +201,20 @@ class FilePlace:
     pushes = False
 
     def __init__(self, path: str, lifetime_seconds: float) -> None:
-        self.endpoint = path
+        self.endpoint = mask_secrets(path)
         self._path = Path(path)
         self._lifetime_seconds = lifetime_seconds
         self._was_here = False
 
     def open(self, seconds: float) -> None:
-        """Make the file. Raises ``RendezvousSettingsError`` where that cannot be."""
+        """Make the file. Raises ``RendezvousSettingsError`` where that cannot be,
+        ``RendezvousConnectionError`` where others keep its lock for longer than the time."""
         try:
-            with self.exclusive():
-                if self._path.exists() and self._is_stale():
-                    logger.warning(
-                        "%s was left by a run that has ended; it is begun anew", self._path
-                    )
-                    self._path.unlink()
+            with self._lock_file() as lock:
+                self._lock_within(lock, seconds)
+                if self._path.exists():
+                    self._refuse_foreign()
+                    self._remove_stale()
                 self._path.touch()
         except OSError as error:
             raise RendezvousSettingsError(
@@ -229,9 +238,25 @@ class FilePlace:
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """For what takes several steps: alone among all that use this file in this way."""
-        with self._path.with_name(self._path.name + ".lock").open("a") as lock:
+        with self._lock_file() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _lock_file(self) -> TextIO:
+        return self._path.with_name(self._path.name + ".lock").open("a")
+
+    def _lock_within(self, lock: TextIO, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise RendezvousConnectionError(
+                        f"Another process has kept the lock {self.endpoint}.lock for {seconds:g} s:"
+                        " look which one hangs (`lsof`), and end it."
+                    ) from error
+            time.sleep(RETRY_SECONDS_FIRST)
 
     def stamp_ms(self, store: Any) -> int | None:
         """Now, by the clock of the file system."""
@@ -248,10 +273,22 @@ class FilePlace:
                 "and start them again, and remove it only when none of them is left."
             ) from None
 
-    def _is_stale(self) -> bool:
+    def _refuse_foreign(self) -> None:
+        """Nobody's file is to be removed, or written to, because an endpoint was mistyped."""
+        with self._path.open("rb") as file:
+            begin = file.read(len(FILE_STORE_BEGINS))
+        if not FILE_STORE_BEGINS.startswith(begin):
+            raise RendezvousSettingsError(
+                f"--rdzv-endpoint={self.endpoint} is a file that no FileStore has written. It is "
+                "left as it is: give the path of a file that does not exist yet."
+            )
+
+    def _remove_stale(self) -> None:
         with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=".rdzv-now-") as probe:
             now = os.stat(probe.name).st_mtime
-        return now - self._path.stat().st_mtime > self._lifetime_seconds
+        if now - self._path.stat().st_mtime > self._lifetime_seconds:
+            logger.warning("%s was left by a run that has ended; it is begun anew", self._path)
+            self._path.unlink()
 
 
 class GuardedFileStore:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rdzv.errors import RendezvousSettingsError
+from rdzv.errors import RendezvousSettingsError, mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ def split_host_port(text: str, default_port: int | None = None) -> tuple[str, in
     match = _HOST_PORT.fullmatch(text.strip())
     if match is None:
         raise RendezvousSettingsError(
-            f"{text!r} is no host and port. Give host:port or [IPv6]:port."
+            f"{mask_secrets(text)!r} is no host and port. Give host:port or [IPv6]:port."
         )
     host = match["host"] or match["v6"] or match["bare"]
     if match["host"] is None and not isinstance(_parsed(host), ipaddress.IPv6Address):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from rdzv.address import split_host_port
 from rdzv.backends.c10d import REQUEST_SECONDS_MAX, C10dRendezvousBackend
+from rdzv.backends.c10d_link import Abandoned, Link
 from rdzv.backends.c10d_places import (
     GONE,
     HERE,
@@ -111,6 +113,8 @@ class PlacedBackend(C10dRendezvousBackend):
         self._place = place
         self._linger_seconds = settings.close_timeout_seconds
         self._attends = False
+        self._attended_life = b""
+        """Of the store that knows that this node is here: one that has lost its data does not."""
 
     @property
     def endpoint(self) -> str:
@@ -121,8 +125,9 @@ class PlacedBackend(C10dRendezvousBackend):
         return (place.host, place.port) if isinstance(place, TcpPlace) else None
 
     def attend(self, seconds: float) -> None:
-        """Connect, trying again until the time is over, and let the host know that somebody is
-        here. Raises ``RendezvousConnectionError``."""
+        """Connect, trying again until the time is over, and let whoever hosts know that somebody
+        is here. Raises ``RendezvousConnectionError``."""
+        self._attends = isinstance(self._place, TcpPlace)
         deadline = Deadline(seconds)
         pauses = Backoff(RETRY_SECONDS_FIRST, RETRY_SECONDS_LAST)
         while True:
@@ -133,9 +138,6 @@ class PlacedBackend(C10dRendezvousBackend):
                 if deadline.passed:
                     raise
             pauses.sleep(deadline)
-        self._attends = isinstance(self._place, TcpPlace) and not self._place.hosts
-        if self._attends:
-            self._ask(lambda session: session.store().add(HERE, 1))
         if self._pushes:
             # Now, and not when all nodes do: torch looks up a name for each connection.
             self._listen()
@@ -151,12 +153,25 @@ class PlacedBackend(C10dRendezvousBackend):
 
     def leave(self) -> None:
         """See base class."""
-        attended, self._attends = self._attends, False
+        attended, self._attends = self._attends and self._attended_life, False
         if attended:
             # Where nobody answers, nobody is left to be told.
             with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
-                self._ask(lambda session: session.store().add(GONE, 1))
+                self._ask(self._tell_gone)
         super().leave()
+
+    def _open_session(self, link: Link) -> Any:
+        session = super()._open_session(link)
+        life = session.roster.life
+        hosts = isinstance(self._place, TcpPlace) and self._place.hosts
+        if self._attends and not hosts and life != self._attended_life:
+            session.store().add(HERE, 1)
+            self._attended_life = life
+        return session
+
+    def _tell_gone(self, session: Any) -> None:
+        if session.roster.life == self._attended_life:
+            session.store().add(GONE, 1)
 
     def _linger(self) -> None:
         deadline = time.monotonic() + self._linger_seconds
@@ -256,8 +271,12 @@ class C10dClient(StoreClient):
                 store.append(name, value)
                 store.check([name])
                 return
+            # Alone among all that append, so that a value that is there can only be ours.
             with self._place.exclusive():
-                store.set(name, (self._get(store, name) or b"") + value)
+                while True:
+                    found = self._get(store, name) or b""
+                    if store.compare_set(name, found, found + value) == found + value:
+                        return
 
         self._write(append, look)
 
@@ -362,13 +381,16 @@ class C10dClient(StoreClient):
 
     def _write(self, job: Callable[[Any], T], look: Callable[[Any], None] | None = None) -> T:
         """Do what must not be done twice; ``look`` comes before and may refuse it."""
-        begun: list[bool] = []
+        # Whoever asks may give up while ``look`` waits for its answer, and ask anew. So one of
+        # the two takes this lock: the write, which is begun then, or he who is to repeat it.
+        begun = threading.Lock()
 
         def write(store: Any) -> T | ValueError:
             try:
                 if look is not None:
                     look(store)
-                begun.append(True)
+                if not begun.acquire(blocking=False):
+                    raise Abandoned
                 return job(store)
             except ValueError as refusal:
                 return refusal
@@ -376,7 +398,7 @@ class C10dClient(StoreClient):
         try:
             answer = self._backend.ask_store(write, self._seconds)
         except RendezvousConnectionError as error:
-            if begun:
+            if not begun.acquire(blocking=False):
                 raise dist.DistNetworkError(
                     f"{self.endpoint}: {error}; whether the write was done is not known"
                 ) from error

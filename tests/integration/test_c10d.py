@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,26 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rdzv import registry
+from rdzv.backends import c10d
 from rdzv.backends.c10d import C10dRendezvousBackend
+from rdzv.backends.c10d_places import FilePlace
 from rdzv.backends.c10d_roster import HEAL_SECONDS, KEEPERS, REVISION, SMALL, digest
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
-    RendezvousStateError,
 )
 from rdzv.ports import Entry, Question
+from rdzv.stores.c10d import C10dClient, C10dStore
 from rdzv.stores.memory import MemoryClient, MemoryStore
 
-TTL_SECONDS = 2.0
+TTL_SECONDS = 4.0
 LONG_SECONDS = 60.0
 DEADLINE_SECONDS = 20.0
 LINGER_SECONDS = 1.0
 READ_SECONDS = 1.0
+ASK_SECONDS = 0.5
+ELSEWHERE = "192.0.2.1"
+"""An address that is nobody's."""
 
 
 @pytest.fixture
@@ -103,6 +110,20 @@ def test_host_by_order_needs_the_port(opened: list[Any], port: int) -> None:
         opened_tcp(opened, f"127.0.0.1:{port}", is_host="true")
 
 
+def test_host_by_order_at_an_address_of_another_machine(opened: list[Any], port: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match=ELSEWHERE):
+        opened_tcp(opened, f"{ELSEWHERE}:{port}", is_host="true", read_timeout=str(READ_SECONDS))
+    assert time.monotonic() - started < DEADLINE_SECONDS
+
+
+@pytest.mark.parametrize("backend", ["tcpstore", "filestore"])
+def test_a_wrong_endpoint_is_told_without_its_secrets(backend: str) -> None:
+    with pytest.raises(RendezvousSettingsError, match=r"user:\*\*\*@host") as caught:
+        registry.open_backend(parameters(backend, "redis://user:hunter22@host:6379/0"))
+    assert "hunter22" not in str(caught.value)
+
+
 def test_nobody_hosts(opened: list[Any], port: int) -> None:
     started = time.monotonic()
     with pytest.raises(RendezvousConnectionError, match=str(port)):
@@ -166,6 +187,93 @@ def test_host_does_not_wait_for_the_dead(opened: list[Any], port: int) -> None:
     started = time.monotonic()
     host.close()
     assert time.monotonic() - started < DEADLINE_SECONDS
+
+
+def test_one_that_took_over_stays_until_the_others_have_left(opened: list[Any], port: int) -> None:
+    first, *others = (
+        opened_tcp(opened, f"127.0.0.1:{port}", close_timeout=str(LONG_SECONDS)) for _ in range(3)
+    )
+    first._place.close()
+
+    def is_taken_over() -> bool:
+        try:
+            return all(each.get_state() is None for each in others)
+        except RendezvousConnectionError:
+            return False
+
+    until(is_taken_over)
+    host, other = sorted(others, key=lambda each: not each._place.hosts)
+    leaving = threading.Thread(target=host.close)
+    leaving.start()
+    leaving.join(0.5)
+    assert leaving.is_alive()
+    other.close()
+    leaving.join(DEADLINE_SECONDS)
+    assert not leaving.is_alive()
+
+
+# What happens once
+
+
+class Interrupted:
+    """A store in which, while it is asked what a key holds, something else happens: the first
+    thing at the first time, and so on."""
+
+    def __init__(self, store: Any, *meanwhile: Callable[[], object]) -> None:
+        self.store = store
+        self._meanwhile = list(meanwhile)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        value: bytes = self.store.compare_set(key, expected, desired)
+        if "/store/" in key and self._meanwhile:
+            self._meanwhile.pop(0)()
+        return value
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def client_on(store: Any, opened: list[Any], place: Any) -> C10dClient:
+    opened.append(C10dRendezvousBackend(lambda seconds: store, "job", pushes=False))
+    return C10dClient(opened[-1], place, "job", ASK_SECONDS)
+
+
+@pytest.mark.parametrize("action", ["add", "append"])
+def test_a_write_that_was_given_up_before_it_began_is_done_once(
+    opened: list[Any], tmp_path: Path, action: str
+) -> None:
+    """The store stalls while it is asked what there is, and goes on when the repeat is done."""
+    going_on = threading.Event()
+    store = Interrupted(dist.HashStore(), going_on.wait)
+    client = client_on(store, opened, FilePlace(str(tmp_path / "store"), LONG_SECONDS))
+    ours = C10dStore(client)
+    opened.append(ours)
+    before = set(threading.enumerate())
+    if action == "add":
+        assert ours.add("key", 1) == 1
+    else:
+        ours.append("key", "1")
+    given_up = next(each for each in threading.enumerate() if each not in before)
+    going_on.set()
+    given_up.join(DEADLINE_SECONDS)
+    assert not given_up.is_alive()
+    assert ours.get("key") == b"1"
+
+
+def test_an_append_undoes_nothing(opened: list[Any], tmp_path: Path) -> None:
+    shared = dist.HashStore()
+    place = FilePlace(str(tmp_path / "store"), LONG_SECONDS)
+    other = client_on(shared, opened, place)
+    store = Interrupted(
+        shared,
+        lambda: other.compare_set("key", b"", b"1", "operation"),
+        lambda: other.compare_set("key", b"1", b"2", "operation"),
+    )
+    client_on(store, opened, place).append("key", b"b", "operation")
+    assert other.get_many(["key"]) == [b"2b"]
 
 
 # What it costs
@@ -290,39 +398,76 @@ def test_our_own_stores_serve_as_well(opened: list[Any], pushes: bool) -> None:
     assert [row.entry.node_id for row in second.entries()] == ["node"]
 
 
-# The file
+@pytest.mark.parametrize("after", ["close", "failure"])
+def test_a_connection_ends_with_its_link(opened: list[Any], after: str) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def connect(seconds: float) -> Any:
+        store = dist.PrefixStore("p", shared)
+        made.append(weakref.ref(store))
+        return store
+
+    def broken(store: Any) -> None:
+        raise RuntimeError("broken")
+
+    shared = dist.HashStore()
+    backend = C10dRendezvousBackend(connect, "job", pushes=False)
+    opened.append(backend)
+    announced(backend, "node")
+    link = backend._links._link
+    assert link is not None
+    gc.disable()
+    try:
+        if after == "close":
+            backend.close()
+        else:
+            with pytest.raises(RendezvousConnectionError, match="broken"):
+                backend.ask_store(broken, DEADLINE_SECONDS)
+        until(lambda: not link.alive)
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
-def opened_file(opened: list[Any], path: Path, **config: str) -> Any:
-    backend, store = registry.open_backend(parameters("filestore", str(path), **config))
-    opened += [backend, store]
-    return backend
+class Breaking:
+    """A store whose connection breaks at the first call of this method for a key of the bell."""
+
+    def __init__(self, store: Any, method: str) -> None:
+        self.store = store
+        self._breaks_at = [method]
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def call(key: Any, *values: Any) -> Any:
+            if name in self._breaks_at and "/bell" in key:
+                self._breaks_at.remove(name)
+                raise dist.DistNetworkError("broken")
+            return method(key, *values)
+
+        return call if name in self._breaks_at else method
 
 
-def test_a_stale_file_is_begun_anew(opened: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    first = opened_file(opened, path)
-    first.set_state(b"1")
-    first.close()
-    assert opened_file(opened, path).get_state()[0] == b"1"
-    long_ago = time.time() - 24 * 3600
-    os.utime(path, (long_ago, long_ago))
-    assert opened_file(opened, path).get_state() is None
+@pytest.mark.parametrize("method", ["set", "compare_set"])
+def test_one_that_dies_while_it_rings_makes_nobody_deaf(opened: list[Any], method: str) -> None:
+    client = MemoryClient()
+    opened += [MemoryStore(client) for _ in range(3)]
+    stores: list[Any] = [Breaking(opened[0], method), *opened[1:]]
+    dying, other, listening = (on(store, opened, pushes=True) for store in stores)
+    announced(listening, "listening")
+    until(lambda: listening._listener is not None and listening._listener.listening)
+    _, token, _ = dying.set_state(b"1")
+    assert stores[0]._breaks_at == []
+    _, token, _ = other.set_state(b"2", token)
+    until(lambda: token in listening._dates)
 
 
-def test_a_removed_file_is_an_error_at_once(opened: list[Any], tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    backend = opened_file(opened, path)
-    backend.set_state(b"1")
-    path.unlink()
-    for _ in range(2):
-        started = time.monotonic()
-        with pytest.raises(RendezvousStateError, match="was removed"):
-            backend.get_state()
-        assert time.monotonic() - started < READ_SECONDS
-    assert not path.exists()
-
-
-def test_a_file_without_a_folder(opened: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(RendezvousSettingsError, match="folder that exists"):
-        opened_file(opened, tmp_path / "nowhere" / "store")
+def test_a_forked_child_leaves_nothing(opened: list[Any]) -> None:
+    store = MemoryStore(MemoryClient())
+    opened.append(store)
+    announced(on(store, opened, pushes=True), "node")
+    before = len(c10d._listening)
+    child = os.fork()
+    if child == 0:
+        os._exit(len(c10d._listening))
+    assert (before > 0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (True, 0)

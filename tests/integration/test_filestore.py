@@ -1,0 +1,93 @@
+"""What is particular to a FileStore: the file, which may be stale, foreign, locked or gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rdzv import registry
+from rdzv.backends.c10d import REQUEST_SECONDS_MAX
+from rdzv.backends.c10d_places import FilePlace
+from rdzv.errors import (
+    RendezvousConnectionError,
+    RendezvousSettingsError,
+    RendezvousStateError,
+)
+
+from .test_c10d import LONG_SECONDS, READ_SECONDS, parameters, until
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    """What is to be closed in the end, last first."""
+    opened: list[Any] = []
+    yield opened
+    while opened:
+        opened.pop().close()
+
+
+def opened_file(opened: list[Any], path: Path, **config: str) -> Any:
+    backend, store = registry.open_backend(parameters("filestore", str(path), **config))
+    opened += [backend, store]
+    return backend
+
+
+def test_a_stale_file_is_begun_anew(opened: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    first = opened_file(opened, path)
+    first.set_state(b"1")
+    link = first._links._link
+    first.close()
+    until(lambda: not link.alive)  # torch's FileStore writes to the file when it is given up
+    assert opened_file(opened, path).get_state()[0] == b"1"
+    long_ago = time.time() - 24 * 3600
+    os.utime(path, (long_ago, long_ago))
+    assert opened_file(opened, path).get_state() is None
+
+
+def test_a_removed_file_is_an_error_at_once(opened: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    backend = opened_file(opened, path)
+    backend.set_state(b"1")
+    path.unlink()
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(RendezvousStateError, match="was removed"):
+            backend.get_state()
+        assert time.monotonic() - started < REQUEST_SECONDS_MAX
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("age_seconds", [0, 24 * 3600])
+def test_a_file_of_something_else_is_left_as_it_is(
+    opened: list[Any], tmp_path: Path, age_seconds: float
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n")
+    written_at = time.time() - age_seconds
+    os.utime(path, (written_at, written_at))
+    with pytest.raises(RendezvousSettingsError, match="left as it is"):
+        opened_file(opened, path)
+    assert path.read_text() == "import torch\n"
+
+
+def test_a_lock_that_somebody_keeps_is_not_waited_for_for_ever(
+    opened: list[Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
+    with (
+        FilePlace(str(path), LONG_SECONDS).exclusive(),
+        pytest.raises(RendezvousConnectionError, match=r"store\.lock"),
+    ):
+        opened_file(opened, path, read_timeout=str(READ_SECONDS))
+    assert opened_file(opened, path).get_state() is None
+
+
+def test_a_file_without_a_folder(opened: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(RendezvousSettingsError, match="folder that exists"):
+        opened_file(opened, tmp_path / "nowhere" / "store")
