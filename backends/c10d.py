@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from rdzv.backends import c10d_threads
 from rdzv.backends.c10d_chain import (
     NO_HEAD,
     Chain,
@@ -52,7 +53,8 @@ BELL_SECONDS = 86_400.0
 """How long a connection waits for the bell: torch logs a warning when such a wait ends in vain."""
 CLOSE_PAUSE_SECONDS = 0.05
 """How long a backend that closes hopes for the bell before it rings itself."""
-LISTENER_ENDS_SECONDS = 2.0
+THREADS_END_SECONDS = 1.0
+"""How long a thread may take to end before its connection is broken, and again after that."""
 RECONNECT_PAUSE_SECONDS = 1.0
 DATES_KEPT = 8
 
@@ -119,7 +121,7 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         self.leave()
 
     def leave(self) -> None:
-        """Give up connections and threads, and wait for nobody."""
+        """Give up connections, wait for the end of their threads, and for no other node."""
         with self._changed:
             listener, self._listener = self._listener, None
         if listener is None:
@@ -127,7 +129,8 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         else:
             listener.closed.set()
             self._links.close(lambda session: listener.wake_up(session.store()))
-            listener.join(LISTENER_ENDS_SECONDS)
+            listener.join(THREADS_END_SECONDS)
+        self._links.join(THREADS_END_SECONDS)
 
     def get_state(self) -> tuple[bytes, Token] | None:
         found = self._ask(lambda session: session.chain.document(session.look().head))
@@ -306,7 +309,7 @@ os.register_at_fork(after_in_child=_listening.clear)
 
 @atexit.register
 def _stop_listening() -> None:
-    """A thread that comes back from C++ while the interpreter ends would abort the process."""
+    """In good order, before ``c10d_threads`` cuts what is left."""
     for backend in list(_listening):
         with contextlib.suppress(Exception):
             backend.leave()
@@ -320,12 +323,12 @@ class _Listener:
         self.closed = threading.Event()
         self.listening = False
         """Whether every change has been heard since the last look."""
-        self._thread = threading.Thread(target=self._run, name="rdzv-c10d-bell", daemon=True)
-        self._thread.start()
+        self._thread = c10d_threads.start(self._run, "rdzv-c10d-bell", self.closed.set)
 
     def join(self, seconds: float) -> None:
-        """Wait for its end."""
+        """Wait for its end, and break its connection if there is none within ``seconds``."""
         self._thread.join(seconds)
+        c10d_threads.end(self._thread, seconds)
 
     def wake_up(self, store: Any) -> None:
         """End the wait, unless the bell rings soon anyhow: so that a thousand nodes that close at

@@ -3,8 +3,8 @@
 Torch's stores block in C++: a ``TCPStore`` that has asked a stalled server waits for its answer
 until the connection breaks, whatever its timeout says. So each connection has a thread of its own,
 and whoever asks waits for the thread with a deadline. What has not answered by then is abandoned:
-the next request opens another connection, and the abandoned thread does nothing more once it is
-free.
+its connection is broken, if it has one that can be, the next request opens another, and the
+abandoned thread does nothing more once it is free.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from rdzv.backends import c10d_threads
 from rdzv.errors import RendezvousConnectionError
 
 T = TypeVar("T")
@@ -27,6 +28,8 @@ STUCK_MAX = 8
 """So many threads may wait for a server that does not answer."""
 STUCK_PAUSE_SECONDS = 30.0
 """Beyond that, another one is risked once in this time, and all other requests fail at once."""
+CUT_SECONDS_MIN = 0.2
+"""A connection that was broken has so long to be left by its thread."""
 
 _Job = tuple[Callable[[Any], Any], "Future[Any]"]
 
@@ -42,8 +45,7 @@ class Link:
         self._open_session = open_session
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.abandoned = False
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        self._thread = c10d_threads.start(self._serve, name, self.abandon)
 
     @property
     def alive(self) -> bool:
@@ -72,6 +74,20 @@ class Link:
         """Perform nothing further. Does not wait."""
         self.abandoned = True
         self._jobs.put(None)
+
+    def cut(self) -> None:
+        """Give up also what is being done. Does not wait."""
+        self.abandon()
+        c10d_threads.cut(self._thread)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of a link that was abandoned or ended, and cut it if there is none
+        within ``seconds``."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+        if self.alive:
+            self.abandon()
+            c10d_threads.end(self._thread, seconds)
 
     def end(self, last: Callable[[Any], object]) -> None:
         """Perform what was asked before, then ``last``, whose errors go unheard, and no more."""
@@ -117,6 +133,7 @@ class Links:
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._stuck: list[Link] = []
+        self._ending: list[Link] = []
         self._opened_at = 0.0
 
     def ask(self, job: Callable[[Any], T], seconds: float) -> T:
@@ -124,7 +141,10 @@ class Links:
 
         Raises what the job raises, and ``RendezvousConnectionError`` for no answer in time.
         """
-        link = self._current()
+        try:
+            link = self._current()
+        except OSError as error:
+            raise RendezvousConnectionError(str(error)) from error
         try:
             return link.ask(job, seconds)
         except (RendezvousConnectionError, RuntimeError, OSError, ValueError) as error:
@@ -137,10 +157,21 @@ class Links:
         """Give up the connection, after ``last`` was done on it; the next request opens anew."""
         with self._lock:
             link, self._link = self._link, None
+            if link is not None:
+                self._ending = [*(each for each in self._ending if each.alive), link]
         if link is not None and last is not None:
             link.end(last)
         elif link is not None:
             link.abandon()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the threads of all connections that were given up, and break those that are
+        still in use after ``seconds``."""
+        with self._lock:
+            given_up = self._ending + self._stuck
+        deadline = time.monotonic() + seconds
+        for link in given_up:
+            link.join(max(CUT_SECONDS_MIN, deadline - time.monotonic()))
 
     def _current(self) -> Link:
         with self._lock:
@@ -157,7 +188,7 @@ class Links:
 
     def _give_up(self, link: Link) -> None:
         self._on_failure()
-        link.abandon()
+        link.cut()
         with self._lock:
             if self._link is link:
                 self._link = None

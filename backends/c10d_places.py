@@ -27,6 +27,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from rdzv.address import is_own, join_host_port, resolve
+from rdzv.backends import c10d_threads
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
@@ -102,12 +103,16 @@ class TcpPlace:
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, RETRY_SECONDS_LAST)
         # By its address: torch resolves names again, and logs what it cannot reach at once.
-        return dist.TCPStore(
-            peer,
-            self.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
+        return c10d_threads.connected(
+            (peer, self.port),
+            lambda: dist.TCPStore(
+                peer,
+                self.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=seconds),
+            ),
+            seconds,
         )
 
     def doubt(self) -> None:

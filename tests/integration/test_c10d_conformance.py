@@ -14,7 +14,6 @@ from rdzv.conformance.suites import (
     RosterSuite,
     StoreSuite,
     WatchSuite,
-    deviates,
     marked,
 )
 from rdzv.conformance.target import Target
@@ -49,10 +48,6 @@ class _File:
 LONG = ("faults", "concurrency", "values", "waits", "queues")
 
 
-@deviates(
-    "closing_after_faults_leaves_no_connection",
-    "a TCPStore that waits for an answer that was lost cannot be closed; its thread waits on",
-)
 @marked(pytest.mark.full, *LONG)
 class TestTcpStoreBackend(_Tcp, BackendSuite):
     pass
