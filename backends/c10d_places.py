@@ -43,8 +43,8 @@ OPEN_FILES_WANTED = 65_536
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_LAST = 0.5
 HERE, GONE = "rdzv/here", "rdzv/gone"
-FILE_STORE_BEGINS = struct.pack("=I", len("refcount/")) + b"refcount/"
-"""What torch writes first into the file of a FileStore."""
+FILE_STORE_BEGINS = [struct.pack("=I", len(key)) + key for key in (b"refcount/", b"cleanup/")]
+"""What torch writes first into the file of a FileStore: when one is opened, or closed."""
 LINGER_POLL_SECONDS = 0.05
 
 
@@ -281,8 +281,8 @@ class FilePlace:
     def _refuse_foreign(self) -> None:
         """Nobody's file is to be removed, or written to, because an endpoint was mistyped."""
         with self._path.open("rb") as file:
-            begin = file.read(len(FILE_STORE_BEGINS))
-        if not FILE_STORE_BEGINS.startswith(begin):
+            begin = file.read(max(map(len, FILE_STORE_BEGINS)))
+        if not any(each.startswith(begin[: len(each)]) for each in FILE_STORE_BEGINS):
             raise RendezvousSettingsError(
                 f"--rdzv-endpoint={self.endpoint} is a file that no FileStore has written. It is "
                 "left as it is: give the path of a file that does not exist yet."
