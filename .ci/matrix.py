@@ -18,6 +18,7 @@ from rdzv.conformance.outcomes import (
     FAILS,
     HOLDS,
     NOT_TRIED,
+    SUITES,
     UNDECLARED,
     WITHOUT,
     Report,
@@ -48,6 +49,7 @@ def render(reports: list[Report]) -> str:
     columns: list[tuple[str, str]] = []
     for report in reports:
         columns += [key for key in report.counts() if key not in columns]
+    columns.sort(key=lambda column: SUITES.index(column[0]))
     titles = [group if book == group else f"{book}: {group}" for book, group in columns]
     lines = [
         f"| backend | on | {' | '.join(titles)} |",

@@ -256,7 +256,9 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         """Note since when this token has been known. Only a change that happened before our eyes
         has a date: a document that was there at the first look may be of any age."""
         with self._changed:
-            if token is not None and token not in self._dates:
+            # The listener may have read a write of our own, without a date, before we note it here.
+            undated = self._dates.get(token or "") is None
+            if token is not None and undated and (by_myself or token not in self._dates):
                 watched = self._listener is not None and self._listener.listening
                 now = time.monotonic() if at is None else at
                 self._dates[token] = now if by_myself or watched else None

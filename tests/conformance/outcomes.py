@@ -119,6 +119,8 @@ class Report:
         for one in other.outcomes:
             worst[one.id] = worse_of(worst.get(one.id, one), one)
         self.outcomes = list(worst.values())
+        self.runs_on = self.runs_on or other.runs_on
+        self.endpoint = self.endpoint or other.endpoint
         self.expected = sorted({*self.expected, *other.expected})
 
     def counts(self) -> dict[tuple[str, str], dict[str, int]]:

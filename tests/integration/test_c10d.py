@@ -304,6 +304,22 @@ def test_a_token_is_small_whatever_the_document(opened: list[Any]) -> None:
     assert len(str(token)) < 100
 
 
+def test_the_date_of_an_own_write_does_not_depend_on_who_notes_it_first(opened: list[Any]) -> None:
+    backend = on(dist.HashStore(), opened)
+    announced(backend, "node")
+    writing = backend._seen
+    with pytest.MonkeyPatch.context() as patch:
+
+        def seen(token: str | None, **options: Any) -> None:
+            writing(token)  # as the listener does that has just begun
+            writing(token, **options)
+
+        patch.setattr(backend, "_seen", seen)
+        backend.set_state(b"document")
+    age = backend.beat("node", LONG_SECONDS, Question()).state_age_seconds
+    assert age is not None
+
+
 def test_a_beat_costs_the_same_whatever_the_number_of_nodes(opened: list[Any]) -> None:
     costs = []
     for nodes in (SMALL + KEEPERS + 1, 10 * SMALL):

@@ -35,3 +35,11 @@ def test_a_column_is_there_where_it_is_needed(kind: str) -> None:
     without = Report("mine", outcomes=[Outcome("store/values/c", HOLDS)])
     assert kind in as_text(with_it, 120).partition("store")[0]
     assert kind not in as_text(without, 120)
+
+
+def test_reports_of_one_target_keep_what_either_knows() -> None:
+    first = Report("mine", outcomes=[Outcome("store/values/a", HOLDS)])
+    second = Report("mine", "host:1", "a server", outcomes=[Outcome("store/values/b", HOLDS)])
+    first.merge(second)
+    assert (first.endpoint, first.runs_on) == ("host:1", "a server")
+    assert len(first.outcomes) == 2
