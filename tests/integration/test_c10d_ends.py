@@ -90,7 +90,7 @@ def test_threads_end_though_the_server_is_silent(tmp_path: Path, when: str) -> N
         server.pause()
         if when == "it connects":
             backend.disconnect()
-        with pytest.raises(RendezvousConnectionError, match="no answer|did not answer"):
+        with pytest.raises(RendezvousConnectionError, match=r"no answer|did not answer"):
             announce(backend)
         store.close()  # type: ignore[attr-defined]
         backend.close()
