@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -272,10 +273,7 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         date = self._dates.get(pulse.token)
         if date is None:
             return pulse
-        return Pulse(
-            **{name: getattr(pulse, name) for name in _PULSE_FIELDS},
-            state_age_seconds=max(0.0, time.monotonic() - date),
-        )
+        return replace(pulse, state_age_seconds=max(0.0, time.monotonic() - date))
 
     def _listen(self) -> None:
         with self._changed:
@@ -289,17 +287,6 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         with self._changed:
             self._wakes += 1
             self._changed.notify_all()
-
-
-_PULSE_FIELDS = [
-    "token",
-    "live",
-    "revision",
-    "present",
-    "peer_live",
-    "confirmed",
-    "next_expiry_seconds",
-]
 
 
 _listening: weakref.WeakSet[C10dRendezvousBackend] = weakref.WeakSet()
