@@ -29,6 +29,7 @@ from .operations import use_all
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "redis.md"
 SHORT_LIFE = RedisOptions(outage_timeout_seconds=0.4, closed_grace_seconds=0.1)
+LONG_LIFE = RedisOptions(outage_timeout_seconds=30.0, closed_grace_seconds=0.1)
 TTL_SECONDS = 60.0
 MERELY_USEFUL = ("info", "hello", "select", "srem", "subscribe")
 """Without these a warning, a protocol, a database, tidiness or a waking is missing: no error."""
@@ -88,31 +89,20 @@ def test_the_documented_rights_are_enough_and_no_more(server: Any, raw: Any, ope
         raw.execute_command("ACL", "DELUSER", "rdzv")
 
 
-def test_every_key_has_its_time_and_is_gone_after_it(server: Any, raw: Any, opened: Any) -> None:
-    runs = [f"run {number}" for number in range(200)]
-    for run in runs:
-        backend = RedisBackend(server.endpoint(), run, SHORT_LIFE)
-        store = RedisStore(server.endpoint(), run, options=SHORT_LIFE)
-        backend.set_state(b"1")
-        backend.announce(Entry("node", b"", "round"), TTL_SECONDS, Question())
-        store.set("key", "value")
-        store.queue_push("queue", "value")
-        backend.close()
-        store.close()
-    keys = list(raw.scan_iter(count=1000))
-    assert len(keys) > len(runs)
-    pipeline = raw.pipeline()
-    for key in keys:
-        pipeline.pttl(key)
-    times = dict(zip(keys, pipeline.execute(), strict=True))
-    assert [key for key, time_ms in times.items() if time_ms == -1] == []
-    assert [key for key, time_ms in times.items() if time_ms > 600] == []
+def test_every_key_has_its_time(server: Any, raw: Any, opened: Any) -> None:
+    """That none is left in the end, ``test_redis_cost.py`` tells of two hundred runs."""
+    backend = opened(RedisBackend(server.endpoint(), "run", LONG_LIFE))
+    use_all(backend, opened(RedisStore(server.endpoint(), "run", options=LONG_LIFE)))
+    times = {key: raw.pttl(key) for key in raw.scan_iter(count=1000)}
+    assert len(times) > 8
+    # A little is added, so that not every sign of life has to touch every key.
+    most_ms = max(LONG_LIFE.lifetime_seconds * 9 / 8, 2 * TTL_SECONDS) * 1000
+    assert [key for key, time_ms in times.items() if not 0 < time_ms <= most_ms] == [], times
 
 
 def test_each_sign_of_life_keeps_all_keys(server: Any, raw: Any, opened: Any) -> None:
-    options = RedisOptions(outage_timeout_seconds=30.0, closed_grace_seconds=0.1)
-    backend = opened(RedisBackend(server.endpoint(), "run", options))
-    store = opened(RedisStore(server.endpoint(), "run", options=options))
+    backend = opened(RedisBackend(server.endpoint(), "run", LONG_LIFE))
+    store = opened(RedisStore(server.endpoint(), "run", options=LONG_LIFE))
     backend.announce(Entry("node", b""), TTL_SECONDS, Question())
     store.set("key", "value")
     store.queue_push("queue", "value")
