@@ -41,7 +41,7 @@ venv:  ## .venv with the package and all tools
 demo: venv  ## an elastic training run on SQLite: a node dies, a new one joins; 2 minutes
 	@$(BIN)/python examples/demo.py
 
-test: lint types  ## all checks and tests, about 10 minutes on 2 cores
+test: lint types  ## all checks and tests, about 20 minutes on 2 cores
 	@echo "[sim] $(SEEDS) seeds"
 	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
 	@echo "[pytest] doctests and tests/, in $(PROCESSES) processes"

@@ -39,13 +39,12 @@ from rdzv.backends.c10d_chain import (
 )
 from rdzv.backends.c10d_link import Link, Links
 from rdzv.backends.c10d_roster import REVISION, SMALL, RosterView, digest, parsed
+from rdzv.backends.options import REQUEST_SECONDS_MAX
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
 
 T = TypeVar("T")
 
-REQUEST_SECONDS_MAX = 5.0
-"""A request that is not answered by then has failed: the caller asks again, or the next one."""
 LOOK_AGAIN_SECONDS = 5.0
 """A longer wait looks in between: a store that lost its data has nobody to wake us."""
 LOOK_FIRST_SECONDS = 0.005

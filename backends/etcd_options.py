@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote
 
+from rdzv.backends.options import BackendOptions, common_options
 from rdzv.errors import RendezvousSettingsError, mask_secrets, secrets_in
 
 if TYPE_CHECKING:
     from rdzv.settings import Settings
 
-REQUEST_SECONDS_MAX = 5.0
-"""A request that is not answered by then has failed: the caller asks again, or the next one."""
 RUN_DIGEST_CHARACTERS = 32
 DEFAULT_PORT = 2379
 PLAIN_SCHEMES, SECURE_SCHEMES = ("etcd", "http"), ("etcds", "https")
@@ -35,15 +34,10 @@ EXTRA_OPTIONS = frozenset({*CERTIFICATE_OPTIONS, "protocol"})
 
 
 @dataclass(frozen=True, slots=True)
-class EtcdOptions:
+class EtcdOptions(BackendOptions):
     """What :class:`rdzv.settings.Settings` says to this backend."""
 
     key_prefix: str = "rdzv"
-    read_timeout_seconds: float = 60.0
-    keep_alive_interval_seconds: float = 5.0
-    outage_timeout_seconds: float = 600.0
-    closed_grace_seconds: float = 60.0
-    password: str | None = field(default=None, repr=False)
     protocol: str | None = None
     """``http`` or ``https``, where the endpoint does not say it."""
     ca_cert: str | None = None
@@ -51,17 +45,6 @@ class EtcdOptions:
     key: str | None = None
     server_name: str | None = None
     """The name in the server's certificate, where it is not the host of the endpoint."""
-
-    @property
-    def request_seconds(self) -> float:
-        """Within so long a request is answered or has failed."""
-        patience = max(1.0, self.keep_alive_interval_seconds)
-        return min(self.read_timeout_seconds, patience, REQUEST_SECONDS_MAX)
-
-    @property
-    def lifetime_seconds(self) -> float:
-        """How long a run's keys outlive the last sign of life."""
-        return self.outage_timeout_seconds + self.closed_grace_seconds
 
     @property
     def lease_seconds(self) -> int:
@@ -72,18 +55,14 @@ class EtcdOptions:
     @classmethod
     def from_settings(cls, settings: Settings, config: Mapping[str, Any]) -> EtcdOptions:
         """Those of the settings that matter here; ``config`` is what torchrun was given."""
-        certificates = {
+        certificates: dict[str, Any] = {
             name: str(config[given])
             for given, name in CERTIFICATE_OPTIONS.items()
             if config.get(given)
         }
         return cls(
+            **common_options(settings),
             key_prefix=settings.key_prefix,
-            read_timeout_seconds=settings.read_timeout_seconds,
-            keep_alive_interval_seconds=settings.keep_alive_interval_seconds,
-            outage_timeout_seconds=settings.outage_timeout_seconds,
-            closed_grace_seconds=settings.closed_grace_seconds,
-            password=settings.password,
             protocol=str(config["protocol"]) if config.get("protocol") else None,
             **certificates,
         )

@@ -11,7 +11,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, parse_qs, urlencode, urlsplit
@@ -22,8 +22,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.utils import str_if_bytes
 
+from rdzv.backends.options import REQUEST_SECONDS_MAX, BackendOptions, common_options
 from rdzv.backends.redis_cluster import Places, SecureSlotConnection, SlotConnection
 from rdzv.errors import RendezvousSettingsError, mask_secrets, secrets_in
+from rdzv.settings import KEY_PREFIX_CHARACTERS_MAX
 
 if TYPE_CHECKING:
     from rdzv.settings import Settings
@@ -36,8 +38,6 @@ Factory = Callable[[float], Any]
 """Makes a client whose requests have so many seconds; opens nothing."""
 Address = tuple[str, int]
 
-REQUEST_SECONDS_MAX = 5.0
-"""A request that is not answered by then has failed: the caller asks again, or the next one."""
 REQUEST_SECONDS_MIN = 0.5
 """A caller may be in a greater hurry; a shorter time says little about a server."""
 DEFAULT_PORT = 6379
@@ -46,7 +46,6 @@ LOOK_SECONDS = 1.0
 """So often a Sentinel is asked, by whoever makes a request, which server is the master now."""
 SENTINEL_SECONDS_MAX = 1.0
 """A Sentinel that has not answered by then is passed over: the next one knows as much."""
-KEY_PREFIX_CHARACTERS_MAX = 128
 USER_OPTIONS = frozenset({"username", "password", "db", "client_name"})
 """What of a query is taken over, besides ``ssl_…``. Others (``decode_responses``, time-outs, …)
 would change what the rest of this package relies on."""
@@ -54,38 +53,15 @@ SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password", "sentine
 
 
 @dataclass(frozen=True, slots=True)
-class RedisOptions:
+class RedisOptions(BackendOptions):
     """What :class:`rdzv.settings.Settings` says to this backend."""
 
     key_prefix: str = "rdzv"
-    read_timeout_seconds: float = 60.0
-    keep_alive_interval_seconds: float = 5.0
-    outage_timeout_seconds: float = 600.0
-    closed_grace_seconds: float = 60.0
-    password: str | None = field(default=None, repr=False)
-
-    @property
-    def request_seconds(self) -> float:
-        """Within so long a request is answered or has failed."""
-        patience = max(1.0, self.keep_alive_interval_seconds)
-        return min(self.read_timeout_seconds, patience, REQUEST_SECONDS_MAX)
-
-    @property
-    def lifetime_seconds(self) -> float:
-        """How long at least a run's keys outlive the last sign of life."""
-        return self.outage_timeout_seconds + self.closed_grace_seconds
 
     @classmethod
     def from_settings(cls, settings: Settings) -> RedisOptions:
         """Those of the settings that matter here."""
-        return cls(
-            key_prefix=settings.key_prefix,
-            read_timeout_seconds=settings.read_timeout_seconds,
-            keep_alive_interval_seconds=settings.keep_alive_interval_seconds,
-            outage_timeout_seconds=settings.outage_timeout_seconds,
-            closed_grace_seconds=settings.closed_grace_seconds,
-            password=settings.password,
-        )
+        return cls(key_prefix=settings.key_prefix, **common_options(settings))
 
 
 def checked_key_prefix(prefix: str) -> bytes:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from rdzv.address import split_host_port
-from rdzv.backends.c10d import REQUEST_SECONDS_MAX, C10dRendezvousBackend
+from rdzv.backends.c10d import C10dRendezvousBackend
 from rdzv.backends.c10d_link import Abandoned, Link
 from rdzv.backends.c10d_places import (
     GONE,
@@ -35,6 +35,7 @@ from rdzv.backends.c10d_places import (
     TcpPlace,
 )
 from rdzv.backends.c10d_roster import EXPIRED, digest
+from rdzv.backends.options import REQUEST_SECONDS_MAX, BackendOptions, common_options
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError, RendezvousStateError
 from rdzv.settings import Settings
 from rdzv.stores.base import Backoff, Store, StoreClient, Unanswered, counter_after
@@ -78,7 +79,7 @@ def create_filestore(params: RendezvousParameters) -> tuple[C10dRendezvousBacken
             "--rdzv-backend=filestore needs --rdzv-endpoint: the path of a file that all nodes "
             "share."
         )
-    lifetime_seconds = settings.outage_timeout_seconds + settings.closed_grace_seconds
+    lifetime_seconds = BackendOptions(**common_options(settings)).lifetime_seconds
     return _opened(FilePlace(settings.endpoint, lifetime_seconds), settings)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,12 +115,3 @@ def ours(server: Any, state: str = "") -> int:
             f"AND pid <> pg_backend_pid() {state}",
         )
     )
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for what does not depend on this process alone."""
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        pause.wait(0.02)

@@ -81,12 +81,14 @@ def test_a_run_that_is_over_leaves_nothing(space: SqliteTarget) -> None:
 
 
 def test_beats_keep_a_run_for_longer_than_its_life(space: SqliteTarget) -> None:
-    backend, newcomer = space.connect("kept", SHORT_LIFE), space.connect("new")
+    # Long enough for a machine that stalls between two beats.
+    options = SqlOptions(outage_timeout_seconds=1.9, closed_grace_seconds=0.1)
+    backend, newcomer = space.connect("kept", options), space.connect("new")
     found = backend.set_state(b"document")[:2]
-    store = SqlStore(str(space.path), "kept", lifetime_seconds=SHORT_LIFE.lifetime_seconds)
+    store = SqlStore(str(space.path), "kept", lifetime_seconds=options.lifetime_seconds)
     store.set("key", "value")
     backend.announce(Entry("node", b""), 60.0, Question())
-    end = time.monotonic() + 3 * SHORT_LIFE.lifetime_seconds
+    end = time.monotonic() + 2 * options.lifetime_seconds
     while time.monotonic() < end:
         assert backend.beat("node", 60.0, Question()).present
         newcomer.announce(Entry(f"node{time.monotonic_ns()}", b""), 0.1, Question())

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.c10d import C10dClient, C10dStore
 from rdzv.stores.memory import MemoryClient, MemoryStore
 
+from .operations import until
+
 TTL_SECONDS = 4.0
 LONG_SECONDS = 60.0
 DEADLINE_SECONDS = 20.0
@@ -38,15 +40,6 @@ READ_SECONDS = 1.0
 ASK_SECONDS = 0.5
 ELSEWHERE = "192.0.2.1"
 """An address that is nobody's."""
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    """What is to be closed in the end, last first."""
-    opened: list[Any] = []
-    yield opened
-    while opened:
-        opened.pop().close()
 
 
 @pytest.fixture
@@ -65,13 +58,6 @@ def opened_tcp(opened: list[Any], endpoint: str, **config: str) -> Any:
     backend, store = registry.open_backend(parameters("tcpstore", endpoint, **config))
     opened += [backend, store]
     return backend
-
-
-def until(condition: Any, seconds: float = DEADLINE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        threading.Event().wait(0.05)
 
 
 def announced(backend: Any, node_id: str, ttl_seconds: float = LONG_SECONDS) -> Any:

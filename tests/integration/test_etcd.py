@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pyetcd  # type: ignore[import-untyped]
@@ -32,6 +33,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import metric
+from .operations import until, use_all
 
 SHORT_LIFE = EtcdOptions(outage_timeout_seconds=2.0, closed_grace_seconds=0.4)
 """A lease of four seconds: a machine that stalls for less loses nothing."""
@@ -53,61 +55,9 @@ def raw(server: Any) -> Iterator[Any]:
         yield client
 
 
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Closes at the end what it is called with."""
-    made: list[Any] = []
-
-    def remember(what: Any) -> Any:
-        made.append(what)
-        return what
-
-    yield remember
-    for each in made:
-        each.close()
-
-
-def use_all(backend: EtcdRendezvousBackend, store: Any, timeout_seconds: float = 10.0) -> None:
-    """Every operation of both."""
-    backend.open()
-    _, token, _ = backend.set_state(b"1")
-    backend.set_state(b"2", token)
-    backend.announce(Entry("node", b"data", "round"), TTL_SECONDS, Question("node", "round"))
-    backend.announce(Entry("node", b"data", "later"), TTL_SECONDS, Question("node", "later"))
-    assert backend.beat("node", TTL_SECONDS, Question("node", "later")).confirmed == 1
-    assert backend.beat("node", 2 * TTL_SECONDS, Question("node", "later")).confirmed == 1
-    revision = backend.beat("node", TTL_SECONDS, Question()).revision
-    assert backend.wait_for_change(backend.get_state()[1], 0.01, revision) is None
-    backend.withdraw("node", TTL_SECONDS)
-    assert len(backend.entries()) == 1
-    store.set_timeout(timedelta(seconds=timeout_seconds))
-    store.multi_set(["a", "b"], ["1", "2"])
-    assert store.add("n", 2) == 2
-    assert store.compare_set("c", "", "x") == b"x"
-    store.append("a", "1")
-    assert store.multi_get(["a", "b"]) == [b"11", b"2"]
-    waiting = Background(lambda: store.get("later"))
-    waiting.still_blocked()
-    store.set("later", "1")
-    waiting.result()
-    store.queue_push("q", "1")
-    assert store.queue_len("q") == 1
-    assert store.check(["a", "q"])
-    assert store.queue_pop("q") == b"1"
-    assert store.num_keys() == len(store.list_keys()) == 5
-    assert store.delete_key("a")
-
-
 def keys_of(raw: Any) -> dict[bytes, int]:
     """All keys of all runs with their leases."""
     return {meta.key: meta.lease_id for _, meta in raw.get_prefix("rdzv/")}
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + EXPIRY_SECONDS_MAX
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        threading.Event().wait(0.1)
 
 
 @pytest.mark.full
@@ -197,7 +147,8 @@ def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
         joined = handled(server)
         for name, node in newcomers.items():
             node.beat(name, TTL_SECONDS, Question("node0", "round"))
-        until(lambda newcomers=newcomers: all(n._ages._since_revision for n in newcomers.values()))
+        ages = [node._ages for node in newcomers.values()]
+        until(partial(_all_heard, ages))
         ran = handled(server)
         for name, node in newcomers.items():
             node.beat(name, TTL_SECONDS, Question("node0", "round"))
@@ -458,3 +409,7 @@ def test_names_of_torchs_options_are_taken() -> None:
         assert (options.ca_cert, options.cert, options.key) == ("/ca", "/cert", "/key")
         assert options.protocol == "https"
     assert math.ceil(options.lifetime_seconds) < options.lease_seconds
+
+
+def _all_heard(ages: list[Any]) -> bool:
+    return all(each._since_revision for each in ages)

@@ -26,6 +26,7 @@ from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import EtcdMember, LeaderServer, cluster, leader_of
 from .etcd_targets import EtcdTarget
+from .operations import reach
 
 TTL_SECONDS = 60.0
 RECOVERY_SECONDS_MAX = 30.0
@@ -38,26 +39,8 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EtcdMembe
         yield members
 
 
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Closes at the end what it is called with."""
-    with contextlib.ExitStack() as stack:
-        yield lambda each: stack.enter_context(contextlib.closing(each))
-
-
 def endpoint_of(members: list[EtcdMember]) -> str:
     return ";".join(member.endpoint() for member in members)
-
-
-def reach(call: Callable[[], Any]) -> Any:
-    """Make a call until it is answered."""
-    deadline = time.monotonic() + RECOVERY_SECONDS_MAX
-    while True:
-        try:
-            return call()
-        except RendezvousConnectionError:
-            if time.monotonic() > deadline:
-                raise
 
 
 @pytest.mark.full

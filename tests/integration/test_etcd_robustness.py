@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,8 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
-from .test_etcd import TTL_SECONDS, until
+from .operations import until
+from .test_etcd import TTL_SECONDS
 
 NO_LEASE = 12345
 
@@ -29,13 +30,6 @@ NO_LEASE = 12345
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Any:
     return server_or_not_run(request, "etcd")
-
-
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Closes at the end what it is called with."""
-    with contextlib.ExitStack() as stack:
-        yield lambda each: stack.enter_context(contextlib.closing(each))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import re
 import shlex
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,8 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import CALL_SECONDS, EtcdProcess, certificates, channel_to
-from .test_etcd import TTL_SECONDS, use_all
+from .operations import reach, use_all
+from .test_etcd import TTL_SECONDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "etcd.md"
 TOKEN_SECONDS = 1
@@ -85,13 +85,6 @@ def guard(endpoint: str) -> None:
     for line in lines.splitlines():
         administrator.run(line)
     administrator.enable()
-
-
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Closes at the end what it is called with."""
-    with contextlib.ExitStack() as stack:
-        yield lambda each: stack.enter_context(contextlib.closing(each))
 
 
 def test_the_documented_rights_are_enough(guarded: str, opened: Any) -> None:
@@ -174,7 +167,7 @@ def test_tls_with_client_certificates(tmp_path: Path, opened: Any, by: str) -> N
         else:
             mine = EtcdOptions(protocol="https", **paths)
         backend = opened(EtcdRendezvousBackend(endpoint, "run", mine))
-        wait_until_it_answers(backend)
+        reach(backend.open)
         use_all(backend, opened(EtcdStore(endpoint, "run", options=mine)))
         plain = opened(EtcdRendezvousBackend(process.endpoint(), "run"))
         with pytest.raises(RendezvousConnectionError, match="etcds"):
@@ -182,12 +175,3 @@ def test_tls_with_client_certificates(tmp_path: Path, opened: Any, by: str) -> N
         trusting_nobody = f"etcds://{process.endpoint()}"
         with pytest.raises(RendezvousConnectionError, match="ca_cert"):
             opened(EtcdRendezvousBackend(trusting_nobody, "run")).open()
-
-
-def wait_until_it_answers(backend: Any) -> None:
-    deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline:
-        with contextlib.suppress(RendezvousConnectionError):
-            backend.open()
-            return
-    raise AssertionError("it does not answer")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,8 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import EtcdProcess
-from .test_etcd import TTL_SECONDS, until
-
-
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Closes at the end what it is called with."""
-    with contextlib.ExitStack() as stack:
-        yield lambda each: stack.enter_context(contextlib.closing(each))
+from .operations import until
+from .test_etcd import TTL_SECONDS
 
 
 def test_a_server_of_ones_own(tmp_path: Path) -> None:

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rdzv import registry
-from rdzv.backends.c10d import REQUEST_SECONDS_MAX
 from rdzv.backends.c10d_places import FilePlace
+from rdzv.backends.options import REQUEST_SECONDS_MAX
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
     RendezvousStateError,
 )
 
-from .test_c10d import LONG_SECONDS, READ_SECONDS, parameters, until
-
-
-@pytest.fixture
-def opened() -> Iterator[list[Any]]:
-    """What is to be closed in the end, last first."""
-    opened: list[Any] = []
-    yield opened
-    while opened:
-        opened.pop().close()
+from .operations import until
+from .test_c10d import LONG_SECONDS, READ_SECONDS, parameters
 
 
 def opened_file(opened: list[Any], path: Path, **config: str) -> Any:

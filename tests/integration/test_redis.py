@@ -25,6 +25,8 @@ from rdzv.errors import (
 from rdzv.ports import Entry, Question
 from rdzv.stores.redis import RedisStore
 
+from .operations import use_all
+
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "redis.md"
 SHORT_LIFE = RedisOptions(outage_timeout_seconds=0.4, closed_grace_seconds=0.1)
 LONG_LIFE = RedisOptions(outage_timeout_seconds=30.0, closed_grace_seconds=0.1)
@@ -45,53 +47,6 @@ def raw(server: Any) -> Iterator[Any]:
     with redis.Redis(host, port, socket_timeout=5.0) as client:
         client.flushall()
         yield client
-
-
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Closes at the end what it is called with."""
-    made: list[Any] = []
-
-    def remember(what: Any) -> Any:
-        made.append(what)
-        return what
-
-    yield remember
-    for each in made:
-        each.close()
-
-
-def use_all(
-    backend: RedisBackend, store: Any, timeout_seconds: float = 10.0, *, start: bool = True
-) -> None:
-    """Every operation of both."""
-    if start:
-        backend.open()
-    _, token, _ = backend.set_state(b"1")
-    backend.set_state(b"2", token)
-    backend.announce(Entry("node", b"data", "round"), TTL_SECONDS, Question("node", "round"))
-    backend.announce(Entry("node", b"data", "later"), TTL_SECONDS, Question("node", "later"))
-    assert backend.beat("node", TTL_SECONDS, Question("node", "later")).confirmed == 1
-    revision = backend.beat("node", TTL_SECONDS, Question()).revision
-    assert backend.wait_for_change(backend.get_state()[1], 0.01, revision) is None
-    backend.withdraw("node", TTL_SECONDS)
-    assert len(backend.entries()) == 1
-    store.set_timeout(timedelta(seconds=timeout_seconds))
-    store.multi_set(["a", "b"], ["1", "2"])
-    assert store.add("n", 2) == 2
-    assert store.compare_set("c", "", "x") == b"x"
-    store.append("a", "1")
-    assert store.multi_get(["a", "b"]) == [b"11", b"2"]
-    waiting = Background(lambda: store.get("later"))
-    waiting.still_blocked()
-    store.set("later", "1")
-    waiting.result()
-    store.queue_push("q", "1")
-    assert store.queue_len("q") == 1
-    assert store.check(["a", "q"])
-    assert store.queue_pop("q") == b"1"
-    assert store.num_keys() == len(store.list_keys()) == 5
-    assert store.delete_key("a")
 
 
 def fails(backend: RedisBackend, store: Any) -> bool:
@@ -146,9 +101,8 @@ def test_every_key_has_its_time(server: Any, raw: Any, opened: Any) -> None:
 
 
 def test_each_sign_of_life_keeps_all_keys(server: Any, raw: Any, opened: Any) -> None:
-    options = RedisOptions(outage_timeout_seconds=30.0, closed_grace_seconds=0.1)
-    backend = opened(RedisBackend(server.endpoint(), "run", options))
-    store = opened(RedisStore(server.endpoint(), "run", options=options))
+    backend = opened(RedisBackend(server.endpoint(), "run", LONG_LIFE))
+    store = opened(RedisStore(server.endpoint(), "run", options=LONG_LIFE))
     backend.announce(Entry("node", b""), TTL_SECONDS, Question())
     store.set("key", "value")
     store.queue_push("queue", "value")

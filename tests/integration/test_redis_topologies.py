@@ -28,9 +28,9 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.redis import RedisStore
 
+from .operations import use_all
 from .redis_members import documented_rights, password_in
 from .redis_topologies import NAMES, Topologies, TopologyTarget
-from .test_redis import use_all
 
 # A connection that is reset before its TLS handshake makes Python's ssl module leave a socket to
 # the garbage collector (SSLSocket._create raises before it owns what it has detached).
@@ -54,20 +54,6 @@ def topologies() -> Iterator[Topologies]:
 @pytest.fixture(params=NAMES)
 def topology(request: pytest.FixtureRequest, topologies: Topologies) -> Any:
     return topologies.get(request, request.param)
-
-
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Closes at the end what it is called with."""
-    made: list[Any] = []
-
-    def remember(what: Any) -> Any:
-        made.append(what)
-        return what
-
-    yield remember
-    for each in made:
-        each.close()
 
 
 def test_every_operation_works(topology: Any, opened: Any) -> None:

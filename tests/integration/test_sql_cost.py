@@ -7,22 +7,20 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from rdzv import registry
 from rdzv.backends.sql import SqlBackend
 from rdzv.backends.sql.base import Polling
-from rdzv.conformance.handler_kit import in_thread
 from rdzv.conformance.servers.base import DATABASE
 from rdzv.ports import Entry, Question
 
-from .sql_targets import empty_server, until
+from .operations import crowd, meet, until
+from .sql_targets import empty_server
 
 TTL_SECONDS = 60.0
 NODES = (8, 128)
@@ -130,39 +128,6 @@ class Costs:
     idle_minute: float
 
 
-@contextlib.contextmanager
-def crowd(server: Any, count: int, interval_seconds: float) -> Iterator[list[Any]]:
-    """The handlers of nodes that will meet, made as torchrun makes them."""
-    parameters = RendezvousParameters(
-        server.backend,
-        server.endpoint(),
-        f"{count} nodes, {interval_seconds} s",
-        count,
-        count,
-        local_addr="127.0.0.1",
-        join_timeout=240,
-        keep_alive_interval=interval_seconds,
-    )
-    handlers: list[Any] = []
-    try:
-        handlers += [registry.create(parameters) for _ in range(count)]
-        yield handlers
-    finally:
-        for handler in handlers:
-            handler._departure.cancel()
-            handler._keep_alive.stop()
-        for handler in handlers:
-            assert handler._keep_alive.wait(30.0)
-            handler._backend.close()
-            handler._store.close()
-
-
-def join_all(handlers: list[Any]) -> None:
-    joins = [in_thread(handler.next_rendezvous) for handler in handlers]
-    for joining in joins:
-        joining.result(240.0)
-
-
 def costs(server: Any, meter: Meter, count: int, monkeypatch: pytest.MonkeyPatch) -> Costs:
     """What each of ``count`` nodes makes the server do."""
     polls, sleep = itertools.count(), Polling.sleep
@@ -171,13 +136,17 @@ def costs(server: Any, meter: Meter, count: int, monkeypatch: pytest.MonkeyPatch
         sleep(*arguments)
         next(polls)
 
-    with monkeypatch.context() as during_the_join, crowd(server, count, 60.0) as handlers:
+    nodes = partial(crowd, server.backend, server.endpoint())
+    with (
+        monkeypatch.context() as during_the_join,
+        nodes(f"{count} join", count, keep_alive_interval=60.0) as handlers,
+    ):
         before = meter.count()
         during_the_join.setattr(Polling, "sleep", counted)
-        join_all(handlers)
+        meet(handlers)
         joined = meter.count() - before - next(polls)
-    with crowd(server, count, INTERVAL_SECONDS) as handlers:
-        join_all(handlers)
+    with nodes(f"{count} idle", count, keep_alive_interval=INTERVAL_SECONDS) as handlers:
+        meet(handlers)
         before, started = meter.count(), time.monotonic()
         threading.Event().wait(IDLE_SECONDS)
         idle = meter.count() - before

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +20,8 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
 
-from .sql_targets import administrator, asked, empty_server, ours, until
+from .operations import reach, until
+from .sql_targets import administrator, asked, empty_server, ours
 
 TTL_SECONDS = 60.0
 
@@ -45,18 +45,11 @@ def test_two_hundred_nodes_share_a_hundred_connections() -> None:
     backends = [SqlBackend(server.endpoint(), "run", SqlOptions()) for _ in range(nodes)]
     waiting_now, all_wait = threading.Semaphore(0), threading.Event()
 
-    def patiently(call: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                return call()
-            except RendezvousConnectionError:
-                if time.monotonic() > deadline:
-                    raise
+    patiently = partial(reach, seconds=240.0)
 
     def node(index: int) -> object:
         backend, entry = backends[index], Entry(f"node{index}", b"")
-        backend.open()
+        patiently(backend.open)
         patiently(lambda: backend.announce(entry, 300.0, Question()))
         waiting_now.release()
         if index == 0:
@@ -71,7 +64,8 @@ def test_two_hundred_nodes_share_a_hundred_connections() -> None:
         joining = Background(lambda: in_threads(nodes, node))
         for _ in range(nodes):
             assert waiting_now.acquire(timeout=300)
-        assert patiently(lambda: asked(server, "SELECT count(*) FROM rdzv_roster")) == nodes
+        count = partial(asked, server, "SELECT count(*) FROM rdzv_roster")
+        assert patiently(count, unanswered=sa.exc.OperationalError) == nodes
         all_wait.set()
         results = joining.result()
         assert len(set(results)) == 1

@@ -6,7 +6,6 @@ import gc
 import re
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
 
-from .sql_targets import TABLES, administrator, asked, drop_all, empty_server, ours, until
+from .operations import until, use_all
+from .sql_targets import TABLES, administrator, asked, drop_all, empty_server, ours
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "sql.md"
 SERVERS = ("postgresql", "mysql")
@@ -44,40 +44,8 @@ def postgresql(request: pytest.FixtureRequest) -> Any:
     return empty_server(request, "postgresql")
 
 
-@pytest.fixture
-def opened() -> Iterator[Any]:
-    """Closes at the end what it is called with."""
-    made: list[Any] = []
-
-    def remember(what: Any) -> Any:
-        made.append(what)
-        return what
-
-    yield remember
-    for each in made:
-        each.close()
-
-
 def backend_on(server: Any, run_id: str = "run", **options: Any) -> SqlBackend:
     return SqlBackend(server.endpoint(), run_id, SqlOptions(**options))
-
-
-def use_all(backend: SqlBackend, store: Any) -> None:
-    """Every operation of both."""
-    backend.open()
-    _, token, _ = backend.set_state(b"1")
-    assert backend.set_state(b"2", token)[2]
-    backend.announce(Entry("node", b"data", "round"), TTL_SECONDS, Question("node", "round"))
-    backend.announce(Entry("node", b"data", "later"), TTL_SECONDS, Question("node", "later"))
-    assert backend.beat("node", TTL_SECONDS, Question("node", "later")).confirmed == 1
-    backend.withdraw("node", TTL_SECONDS)
-    assert len(backend.entries()) == 1
-    store.multi_set(["a", "b"], ["1", "2"])
-    assert store.add("n", 2) == 2
-    assert store.multi_get(["a", "b"]) == [b"1", b"2"]
-    store.queue_push("q", "1")
-    assert store.queue_pop("q") == b"1"
-    assert store.delete_key("a")
 
 
 # ------------------------------------------------------------------------------- tables and rights

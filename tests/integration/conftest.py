@@ -1,0 +1,25 @@
+"""What the tests of all backends share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+class Opened(list[Any]):
+    """What is to be closed at the end, last first: what it is called with, or what is added."""
+
+    def __call__(self, what: Any) -> Any:
+        self.append(what)
+        return what
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Closes at the end what it holds."""
+    opened = Opened()
+    yield opened
+    while opened:
+        opened.pop().close()
