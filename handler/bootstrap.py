@@ -4,6 +4,8 @@ Rules:
 
 * Each round has its own server on a free port, and its own keys in the round's own store; nothing
   of an earlier round can be read by mistake.
+* Rank 0 begins with it when it confirms the round, so that the address mostly is there when the
+  round is final. Nobody reads it before; a round that is dropped leaves two keys that nobody reads.
 * Rank 0 may die before it has published. The others look, at every slice of their wait, whether
   the round still stands, and go round again if not.
 * Nothing blocks past the deadline: the server is started in a thread of its own, for torch's
@@ -16,6 +18,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,9 +27,15 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from rdzv.errors import RendezvousConnectionError, RendezvousTimeoutError
 from rdzv.round_store import RoundStore
+from rdzv.state import RoundId
 
 SERVER_START_SECONDS = 30.0
+FIRST_LOOK_SECONDS = 10.0
+"""For the first look, which mostly finds the address: longer than any backend waits for an answer,
+so it goes over a connection that is open already."""
 SLICE_SECONDS = 0.5
+DEADLINE_SLACK_SECONDS = 0.5
+"""A server that cannot be started says why at the deadline; a little later nobody waits for it."""
 PATIENCE_SECONDS = 2 * SERVER_START_SECONDS
 """Rank 0 has published by then, or what it published was lost with the backend's data."""
 RETRY_SECONDS = 0.2
@@ -80,6 +90,63 @@ class BootstrapServer:
             outcome.append(error)
 
 
+class Hosting:
+    """Rank 0's end of a round, in a thread of its own: start the server, then publish it.
+
+    ``start`` and ``open_store`` may take their time; ``deadline`` (``time.monotonic``) ends it.
+    """
+
+    def __init__(
+        self,
+        round_id: RoundId,
+        start: Callable[[], BootstrapServer],
+        open_store: Callable[[BootstrapServer], RoundStore],
+        deadline: float,
+    ) -> None:
+        self.round_id = round_id
+        self._start = start
+        self._open_store = open_store
+        self._deadline = deadline
+        self._dropped = ""
+        self._done: Future[tuple[RoundStore, RendezvousStoreInfo]] = Future()
+        threading.Thread(target=self._host, name="rdzv-hosting", daemon=True).start()
+
+    def drop(self) -> None:
+        """Nobody wants the round any more."""
+        self._dropped = "the round was dropped"
+
+    def result(
+        self, deadline: float, broken: Callable[[], str]
+    ) -> tuple[RoundStore, RendezvousStoreInfo]:
+        """The round's store, which keeps the server, and the published address.
+
+        Raises what kept it from being published, or as :func:`bootstrap`.
+        """
+        while True:
+            try:
+                return self._done.result(SLICE_SECONDS)
+            except FutureTimeoutError:
+                if self._done.done():
+                    continue
+            why = broken()
+            if why:
+                raise BootstrapLost(why)
+            if time.monotonic() >= deadline + DEADLINE_SLACK_SECONDS:
+                raise RendezvousTimeoutError(
+                    "The round is complete, but this node, its rank 0, could not publish the "
+                    "address of its TCPStore server in time."
+                )
+
+    def _host(self) -> None:
+        try:
+            server = self._start()
+            store = self._open_store(server)
+            info = bootstrap(store, server, self._deadline, lambda: self._dropped)
+            self._done.set_result((store, info))
+        except BaseException as error:
+            self._done.set_exception(error)
+
+
 def bootstrap(
     store: RoundStore,
     server: BootstrapServer | None,
@@ -108,21 +175,26 @@ def _bootstrap(
     patient_until = time.monotonic() + PATIENCE_SECONDS
     keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
     trouble = ""
+    is_first = True
     while True:
-        left = timedelta(seconds=max(0.001, min(SLICE_SECONDS, deadline - time.monotonic())))
+        patience = FIRST_LOOK_SECONDS if is_first else SLICE_SECONDS
+        left = timedelta(seconds=max(0.001, min(patience, deadline - time.monotonic())))
         store.set_timeout(left)
         try:
             if server is not None:
                 store.multi_set(keys, [server.address, str(server.port)])
                 return RendezvousStoreInfo(server.address, server.port)
-            store.wait(keys, left)
-            address, port = store.multi_get(keys)
-            return RendezvousStoreInfo(address.decode(), int(port))
+            if not is_first:
+                store.wait(keys, left)
+            if not is_first or store.check(keys):
+                address, port = store.multi_get(keys)
+                return RendezvousStoreInfo(address.decode(), int(port))
         except dist.DistNetworkError as error:
             trouble = f" ({error})"
             threading.Event().wait(RETRY_SECONDS)
         except dist.DistStoreError:
             pass
+        is_first = False
         why = broken()
         if why:
             raise BootstrapLost(why)

@@ -13,7 +13,7 @@ Rules:
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
@@ -27,6 +27,7 @@ from rdzv.effects import (
     Found,
     ListRoster,
     Pause,
+    Prepare,
     Read,
     Swap,
     Wait,
@@ -39,7 +40,7 @@ from rdzv.errors import (
     mask_secrets,
 )
 from rdzv.ports import Located, Roster, Token, Watch
-from rdzv.state import Present
+from rdzv.state import Present, State
 
 T = TypeVar("T")
 
@@ -55,9 +56,16 @@ class Stopped(Exception):
 
 
 class Driver:
-    """A backend as the protocol sees it. Safe to use from any thread."""
+    """A backend as the protocol sees it. Safe to use from any thread. ``prepare`` is called for
+    :class:`Prepare` and must not block."""
 
-    def __init__(self, backend: RendezvousBackend, liveness_window_seconds: float) -> None:
+    def __init__(
+        self,
+        backend: RendezvousBackend,
+        liveness_window_seconds: float,
+        prepare: Callable[[State], None] | None = None,
+    ) -> None:
+        self._prepare = prepare
         self._window = liveness_window_seconds
         self.endpoint = backend.endpoint if isinstance(backend, Located) else ""
         self.has_roster = isinstance(backend, Roster)
@@ -147,6 +155,10 @@ class Driver:
             return self.withdraw(effect.node_id)
         if isinstance(effect, Pause):
             self._stopped.wait(effect.seconds)
+            return None
+        if isinstance(effect, Prepare):
+            if self._prepare is not None:
+                self._prepare(effect.state)
             return None
         raise TypeError(f"unknown effect {effect!r}")
 

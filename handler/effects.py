@@ -77,7 +77,15 @@ class Pause:
     seconds: float
 
 
-Effect = Read | Swap | Announce | Beat | Withdraw | ListRoster | Wait | Pause
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """This node is about to confirm the proposed round of ``state``, as its rank 0: begin what the
+    others will need of it. Answer: None, at once."""
+
+    state: State
+
+
+Effect = Read | Swap | Announce | Beat | Withdraw | ListRoster | Wait | Pause | Prepare
 Steps: TypeAlias = Generator[Effect, Any, None]
 Asking: TypeAlias = Generator[Effect, Any, bool]
 

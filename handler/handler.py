@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.address import choose_address
-from rdzv.bootstrap import BootstrapLost, BootstrapServer, bootstrap
+from rdzv.bootstrap import BootstrapLost, BootstrapServer, Hosting, bootstrap
 from rdzv.departure import Departure
 from rdzv.driver import Driver, Stopped
 from rdzv.effects import Session
@@ -53,7 +53,7 @@ from rdzv.ports import Closable, Located
 from rdzv.protocol import close, finish
 from rdzv.round_store import RoundStore
 from rdzv.settings import Settings
-from rdzv.state import Node, RosterEntry, State
+from rdzv.state import Node, RosterEntry, RoundId, State
 
 logger = logging.getLogger("rdzv")
 
@@ -93,7 +93,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         entry = RosterEntry(
             self._node, rank_hint=settings.rank_hint, topology=settings.topology or ""
         )
-        self._driver = Driver(backend, settings.liveness_window_seconds)
+        self._driver = Driver(backend, settings.liveness_window_seconds, self._prepare)
         self._session = Session(
             rules=_rules(settings),
             entry=entry,
@@ -110,6 +110,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             on_overtaken=lambda: self._release("the run has gone on to a later round"),
         )
         self._departure = Departure(self._withdraw)
+        self._hosting: Hosting | None = None
         self._round_store: weakref.ref[RoundStore] | None = None
         self._process_id = os.getpid()
         self._in_barrier = threading.Lock()
@@ -179,6 +180,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         try:
             return self._next_rendezvous()
         finally:
+            self._stop_hosting()
             self._in_barrier.release()
 
     def _next_rendezvous(self) -> RendezvousInfo:
@@ -213,6 +215,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return True
         self._is_shut_down = True
         self._release("this node has shut down")
+        self._stop_hosting()
         deadline = time.monotonic() + self._settings.close_timeout_seconds
         closed = not self._holds_round or self._try(
             "close the run",
@@ -310,18 +313,55 @@ class DynamicRendezvousHandler(RendezvousHandler):
         round_id, rank = state.round_id, state.rank_of(self._node.id)
         assert round_id is not None
         assert rank is not None
-        server = None
+        info: RendezvousStoreInfo
         if rank == 0:
-            server = BootstrapServer(self._node.address, deadline, shared=self.use_agent_store)
-        store = RoundStore(
+            hosting = self._host(round_id, deadline)
+            store, info = hosting.result(deadline, lambda: self._broken(state))
+        else:
+            store = self._open_round(round_id)
+            info = bootstrap(store, None, deadline, lambda: self._broken(state))
+        store.pin()
+        self._round_store = weakref.ref(store)
+        return RendezvousInfo(store, rank, len(state.participants), info)
+
+    def _prepare(self, state: State) -> None:
+        """This node will be rank 0 of the proposed round. (In the background thread.)"""
+        assert state.proposal_id is not None
+        deadline = self._session.deadline
+        self._host(
+            state.proposal_id,
+            time.monotonic() + self._settings.join_timeout_seconds
+            if deadline is None
+            else deadline,
+        )
+
+    def _host(self, round_id: RoundId, deadline: float) -> Hosting:
+        """What has begun to host the round, if need be now. What began for another is dropped."""
+        hosting = self._hosting
+        if hosting is None or hosting.round_id != round_id:
+            self._stop_hosting()
+            shared = self.use_agent_store
+            hosting = self._hosting = Hosting(
+                round_id,
+                lambda: BootstrapServer(self._node.address, deadline, shared=shared),
+                lambda server: self._open_round(round_id, server),
+                deadline,
+            )
+        return hosting
+
+    def _stop_hosting(self) -> None:
+        """Let go of what hosts a round: the round's store, if anybody has it, keeps the server."""
+        hosting, self._hosting = self._hosting, None
+        if hosting is not None:
+            hosting.drop()
+
+    def _open_round(self, round_id: RoundId, server: BootstrapServer | None = None) -> RoundStore:
+        return RoundStore(
             self._store,
             f"torch.rendezvous/{quote(self._settings.run_id, safe='')}/{round_id.label}",
             on_exit_barrier=self._finish,
             keep=server,
         )
-        self._round_store = weakref.ref(store)
-        info: RendezvousStoreInfo = bootstrap(store, server, deadline, lambda: self._broken(state))
-        return RendezvousInfo(store, rank, len(state.participants), info)
 
     def _broken(self, state: State) -> str:
         """Why nobody will publish the bootstrap address of this round; "" if somebody may."""

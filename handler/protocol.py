@@ -22,6 +22,7 @@ from rdzv.effects import (
     Effect,
     Notice,
     Pause,
+    Prepare,
     Session,
     Steps,
     Wait,
@@ -184,6 +185,9 @@ def _act(session: Session, decision: Decision) -> JoinStep:
         yield from steps.swap(session, decision.state)
     elif decision.act is Act.CONFIRM:
         assert state is not None
+        assert state.proposal is not None
+        if state.proposal.participants[0].id == session.id:
+            yield Prepare(state)
         yield from steps.announce(session, replace(session.entry, running=state.proposal_id))
     elif decision.act is Act.RETRACT:
         running = session.entry.running

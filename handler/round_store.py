@@ -13,9 +13,10 @@ agent and a store of torch's own cannot do:
   again. There a wait in C++ would hold the main thread until its end.
 
 Lifetime. C++ that holds a store does not keep its Python half alive, and nobody closes the store
-of a past round. So Python's references keep a round's store alive, and the newest
-``ROUND_STORES_PINNED_MAX`` of a process live on without any, for C++ that holds one of those. One
-more than a process's current round is needed only where several handlers live in one process.
+of a past round. So Python's references keep a round's store alive, and the
+``ROUND_STORES_PINNED_MAX`` of a process that were pinned last live on without any, for C++ that
+holds one of those. One more than a process's current round is needed only where several handlers
+live in one process.
 """
 
 from __future__ import annotations
@@ -100,10 +101,12 @@ class RoundStore(TorchStore):
             self._whole = _clone(base)
             self._inner = dist.PrefixStore(prefix, self._whole)
         self.set_timeout(self._inner.timeout if _original is None else _original.timeout)
-        if _original is None:
-            _pinned.append(self)
-        else:
+        if _original is not None:
             _original._clones.append(self)
+
+    def pin(self) -> None:
+        """Live on for a while even if only C++ holds this store; see "Lifetime" above."""
+        _pinned.append(self)
 
     def release(self, reason: str) -> None:
         """Let whoever waits for the end of the exit barrier go, now and later, with

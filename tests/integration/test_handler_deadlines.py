@@ -170,10 +170,16 @@ def test_rank_0_that_dies_before_it_has_published_is_replaced(
     def start_or_die(address: str, deadline: float, *, shared: bool) -> BootstrapServer:
         with lock:
             if not dead:
-                dead.append(next(n for n in nodes if n.state.rank_of(n.id) == 0))
+                # The server is started while the others confirm.
+                wait_until("the round is final", lambda: any(map(is_rank_0, nodes)))
+                dead.append(next(filter(is_rank_0, nodes)))
                 dead[0].vanish()
                 raise SystemExit
         return BootstrapServer(address, deadline, shared=shared)
+
+    def is_rank_0(node: Node) -> bool:
+        state = node.handler._session.state
+        return state is not None and state.rank_of(node.id) == 0
 
     lock = threading.Lock()
     monkeypatch.setattr(rdzv.handler, "BootstrapServer", start_or_die)

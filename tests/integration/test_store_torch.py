@@ -41,11 +41,20 @@ STORES: dict[str, Callable[[str], Any]] = {
     "FileStore": lambda path: dist.FileStore(path, -1),
     "SqlStore": lambda path: SqlStore(path, "run"),
 }
+
+
+def pinned_round(store: Any) -> RoundStore:
+    """As the handler gives it to torch."""
+    round_store = RoundStore(store, "run/1.abc", on_exit_barrier=lambda: None)
+    round_store.pin()
+    return round_store
+
+
 OURS = [kind for kind in STORES if kind != "FileStore"]
 WAYS: dict[str, Callable[[Any], Any]] = {
     "bare": lambda store: store,
     "PrefixStore": lambda store: dist.PrefixStore("outer", dist.PrefixStore("inner", store)),
-    "RoundStore": lambda store: RoundStore(store, "run/1.abc", on_exit_barrier=lambda: None),
+    "RoundStore": pinned_round,
 }
 
 

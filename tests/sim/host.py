@@ -14,7 +14,7 @@ from typing import Any
 
 from sim.world import Pending, World, describe
 
-from rdzv.effects import Effect, Pause, Wait
+from rdzv.effects import Effect, Pause, Prepare, Wait
 from rdzv.errors import RendezvousConnectionError
 
 TIMER_SECONDS = 1e-4
@@ -147,6 +147,9 @@ class Host:
         pending = self._pending = Pending(effect, world.now)
         if isinstance(effect, Pause):
             self.after(effect.seconds, lambda: self.answer_now(pending, None))
+            return
+        if isinstance(effect, Prepare):
+            self.answer_now(pending, None)
             return
         if isinstance(effect, Wait):
             self.waits += 1

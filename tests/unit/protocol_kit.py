@@ -12,7 +12,7 @@ from typing import Any
 
 from rdzv.backends.memory import MemoryBackend, MemorySpace
 from rdzv.driver import Driver
-from rdzv.effects import Effect, Found, Pause, Read, Session, Swap, Wait
+from rdzv.effects import Effect, Found, Pause, Prepare, Read, Session, Swap, Wait
 from rdzv.errors import RendezvousConnectionError
 from rdzv.machine import Rules
 from rdzv.ports import Pulse, Question
@@ -163,7 +163,7 @@ class Peer:
     @property
     def pace(self) -> str:
         """The same, without those that only wait."""
-        return " ".join(kind for kind in self.kinds if kind not in ("Wait", "Pause"))
+        return " ".join(kind for kind in self.kinds if kind not in ("Wait", "Pause", "Prepare"))
 
     def forget(self) -> None:
         self.log.clear()
@@ -219,10 +219,11 @@ class Peer:
         self.logged_at.append(self.world.now)
         lost = RendezvousConnectionError("lost")
         loses = self.loses.get(number, "")
-        if (self.world.is_down and not isinstance(effect, Pause)) or loses == "request":
+        is_local = isinstance(effect, Pause | Prepare)
+        if (self.world.is_down and not is_local) or loses == "request":
             self._resume(None, lost)
             return True
-        answer = None if isinstance(effect, Pause) else self._perform(effect)
+        answer = None if is_local else self._perform(effect)
         if isinstance(effect, Swap) and answer.swapped:
             self.world.written.append(effect.state)
         self._resume(answer, lost if loses else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 import rdzv.bootstrap
-from rdzv.bootstrap import BootstrapLost, BootstrapServer, bootstrap
+from rdzv.bootstrap import BootstrapLost, BootstrapServer, Hosting, bootstrap
 from rdzv.errors import RendezvousConnectionError, RendezvousTimeoutError
 from rdzv.round_store import RoundStore
+from rdzv.state import RoundId
 from rdzv.stores.memory import MemoryClient, MemoryStore
 
 PATIENCE_SECONDS = 30.0
@@ -134,6 +136,10 @@ class FailingStore(RoundStore):
         self._fail()
         super().multi_set(keys, values)
 
+    def check(self, keys: Any) -> bool:
+        self._fail()
+        return super().check(keys)
+
     def wait(self, keys: Any, timeout: Any = None) -> None:
         self._fail()
         super().wait(keys, timeout)
@@ -181,3 +187,60 @@ def test_the_store_keeps_its_timeout_and_is_asked_within_the_deadline() -> None:
     assert asked
     assert max(asked) <= 0.5
     assert store.timeout == usual
+
+
+ROUND = RoundId("i", 1, "n")
+
+
+def hosting(start: Callable[[], BootstrapServer], client: MemoryClient) -> Hosting:
+    return Hosting(ROUND, start, lambda server: round_store(client), soon())
+
+
+def test_who_hosts_publishes_before_anybody_asks_for_the_result() -> None:
+    client = MemoryClient()
+    server = BootstrapServer("127.0.0.1", soon(), shared=True)
+    early = hosting(lambda: server, client)
+    found = bootstrap(round_store(client), None, soon(), stands)
+    _, own = early.result(soon(), stands)
+    assert address_of(own) == address_of(found) == ("127.0.0.1", server.port)
+
+
+@pytest.mark.parametrize("error", [RendezvousConnectionError("as the test wanted"), SystemExit()])
+def test_what_keeps_a_server_from_starting_is_told_when_the_result_is_wanted(
+    error: BaseException,
+) -> None:
+    def fails() -> BootstrapServer:
+        raise error
+
+    with pytest.raises(type(error)):
+        hosting(fails, MemoryClient()).result(soon(), stands)
+
+
+def test_a_server_that_does_not_start_is_waited_for_while_the_round_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rdzv.bootstrap, "SLICE_SECONDS", 0.01)
+    released = threading.Event()
+
+    def hangs() -> BootstrapServer:
+        released.wait(PATIENCE_SECONDS)
+        raise RendezvousConnectionError("released by the test")
+
+    never = hosting(hangs, MemoryClient())
+    with pytest.raises(BootstrapLost, match="formed anew"):
+        never.result(soon(), lambda: "the round is about to be formed anew")
+    with pytest.raises(RendezvousTimeoutError, match="rank 0"):
+        never.result(time.monotonic() - rdzv.bootstrap.DEADLINE_SLACK_SECONDS, stands)
+    released.set()
+
+
+def test_a_dropped_round_is_not_published_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdzv.bootstrap, "RETRY_SECONDS", 0.01)
+    client = MemoryClient()
+    store = FailingStore(MemoryStore(client), "round", on_exit_barrier=lambda: None)
+    store.failures = 1_000_000
+    server = BootstrapServer("127.0.0.1", soon(), shared=False)
+    dropped = Hosting(ROUND, lambda: server, lambda _: store, soon())
+    dropped.drop()
+    with pytest.raises(BootstrapLost, match="dropped"):
+        dropped.result(soon(), stands)

@@ -19,6 +19,7 @@ from rdzv.effects import (
     Found,
     ListRoster,
     Pause,
+    Prepare,
     Read,
     Swap,
     Wait,
@@ -107,12 +108,19 @@ def test_effects_are_answered_as_described(driver: Driver) -> None:
         assert (yield Wait(made.token, None, 0.0, "")) is None
         assert (yield Wait(None, None, 0.0, "")) == Found(STATE, made.token)
         assert (yield Pause(0.0)) is None
+        assert (yield Prepare(STATE)) is None
         assert (yield Withdraw("a")) is None
         assert (yield ListRoster()) == ((), frozenset({"a"}))
         assert not (yield Beat("a", NOBODY)).present
         return "the end"
 
     assert driver.run(steps()) == "the end"
+
+
+def test_what_to_prepare_is_told() -> None:
+    told: list[State] = []
+    Driver(BareBackend(), WINDOW_SECONDS, told.append).perform(Prepare(STATE))
+    assert told == [STATE]
 
 
 def test_abilities_are_looked_for_once() -> None:

@@ -58,7 +58,9 @@ def base(request: pytest.FixtureRequest) -> Any:
 
 def round_store(base: Any, prefix: str = "round/1", **options: Any) -> RoundStore:
     options.setdefault("on_exit_barrier", lambda: None)
-    return RoundStore(base, prefix, **options)
+    store = RoundStore(base, prefix, **options)
+    store.pin()
+    return store
 
 
 # Any base
@@ -305,6 +307,15 @@ def test_old_rounds_leave_nothing_behind() -> None:
         True
     ] * PINNED_MAX
     assert sum(reference() is not None for reference in keeps) == PINNED_MAX
+
+
+def test_one_that_was_never_pinned_is_gone_with_its_last_user() -> None:
+    kept = Kept()
+    reference = weakref.ref(kept)
+    store = RoundStore(MemoryStore(), "round", on_exit_barrier=lambda: None, keep=kept)
+    del store, kept
+    gc.collect()
+    assert reference() is None
 
 
 def test_it_outlives_the_close_of_its_base() -> None:
