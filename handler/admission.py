@@ -62,9 +62,9 @@ def without(state: State, rules: Rules, me: Observer) -> State | None:
     if state.closed is not None:
         return None
     age, proposal = notice_age(state, rules, me), state.proposal
-    if proposal is not None and any(node.id == me.id for node in proposal.participants):
+    if proposal is not None and me.id in proposal.ranks:
         return replace(state, proposal=None, notice_age_seconds=age)
-    if me.id in state.participant_ids and me.id not in state.lost:
+    if me.id in state.ranks and me.id not in state.lost:
         lost = tuple(sorted({*state.lost, me.id}))
         return replace(state, lost=lost, notice_age_seconds=age)
     return None

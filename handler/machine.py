@@ -235,11 +235,11 @@ def reasons_to_rejoin(state: State, rules: Rules) -> int:
 
 def is_parked(state: State, node_id: str, rules: Rules) -> bool:
     """Whether a waiting node is a spare of a full run: it has no join deadline."""
-    if state.closed is not None or state.waiting or node_id in state.participant_ids:
+    if state.closed is not None or state.waiting or node_id in state.ranks:
         return False
-    chosen = state.proposal.participants if state.proposal else ()
-    if chosen:
-        return len(chosen) >= rules.max_nodes and all(node.id != node_id for node in chosen)
+    if state.proposal is not None:
+        chosen = state.proposal.ranks
+        return len(chosen) >= rules.max_nodes and node_id not in chosen
     return len(state.participants) - len(state.lost) >= rules.max_nodes
 
 
@@ -312,8 +312,7 @@ def decide_waiting(
         return Decision(Act.RETRACT, "the proposed round was dropped")
     if state.rank_of(me.id) is not None and not has_left(me.entry, state):
         return Decision(Act.LEAVE, "this node has left the round that the document has again")
-    chosen = state.proposal.participants if state.proposal is not None else ()
-    if running is None and any(node.id == me.id for node in chosen):
+    if running is None and state.proposal is not None and me.id in state.proposal.ranks:
         return Decision(Act.CONFIRM, "this node was chosen")
     if state.coordinator != me.id:
         if state.coordinator and me.coordinator_live:

@@ -61,6 +61,12 @@ class Proposal:
     nonce: str
     participants: tuple[Node, ...]
 
+    ranks: dict[str, int] = field(init=False, repr=False, compare=False)
+    """By node id; so too in :class:`State`. Every node looks itself up at each step."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", _ranks(self.participants))
+
 
 @dataclass(frozen=True, slots=True)
 class Closing:
@@ -97,6 +103,11 @@ class State:
     replaces: tuple[str, ...] = ()
     """Closed incarnations of this run id, latest first; nothing of theirs means anything now."""
 
+    ranks: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", _ranks(self.participants))
+
     @property
     def round_id(self) -> RoundId | None:
         """The identity of the last final round; None before the first."""
@@ -116,10 +127,7 @@ class State:
 
     def rank_of(self, node_id: str) -> int | None:
         """The rank of a node in the last final round; None when it is not in it."""
-        for rank, node in enumerate(self.participants):
-            if node.id == node_id:
-                return rank
-        return None
+        return self.ranks.get(node_id)
 
     def check(self) -> None:
         """Raise :class:`RecordError` unless this document can exist."""
@@ -202,6 +210,10 @@ class Listing:
     def entry_of(self, node_id: str) -> RosterEntry | None:
         """The live entry of a node, or None."""
         return self.index.get(node_id)
+
+
+def _ranks(nodes: tuple[Node, ...]) -> dict[str, int]:
+    return {node.id: rank for rank, node in enumerate(nodes)}
 
 
 def _require(holds: bool, otherwise: str) -> None:
