@@ -186,8 +186,8 @@ def _bootstrap(
                 return RendezvousStoreInfo(server.address, server.port)
             if not is_first:
                 store.wait(keys, left)
-            if not is_first or store.check(keys):
-                address, port = store.multi_get(keys)
+            address, port = store.peek(keys)
+            if address is not None and port is not None:
                 return RendezvousStoreInfo(address.decode(), int(port))
         except dist.DistNetworkError as error:
             trouble = f" ({error})"

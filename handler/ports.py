@@ -21,7 +21,7 @@ Rules that hold for every method:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +151,14 @@ class Closable(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up connections and threads. Never raises; calls after it may open them anew."""
+
+
+class Peekable(ABC):
+    """A store that tells in one request what is there now."""
+
+    @abstractmethod
+    def peek(self, keys: Iterable[str]) -> list[bytes | None]:
+        """The values of all keys, in order, None for an absent one. Never waits for one."""
 
 
 class Namespaced(ABC):

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from rdzv.ports import Closable, Namespaced
+from rdzv.ports import Closable, Namespaced, Peekable
 from rdzv.torch_store import (
     Backoff,
     Deadline,
@@ -197,6 +197,14 @@ class RoundStore(TorchStore):
         names = key_list(keys)
         self._await_before_reading(names)
         return list(self._within_timeout().multi_get(names))
+
+    def peek(self, keys: Iterable[Text]) -> list[bytes | None]:
+        """The values of all keys, in order; where one is absent, at least of that one None. Never
+        waits for one."""
+        names, inner = key_list(keys), self._within_timeout()
+        if isinstance(inner, Peekable):
+            return inner.peek(names)
+        return list(inner.multi_get(names)) if inner.check(names) else [None] * len(names)
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         """Write all values under their keys. Raises ``ValueError`` for unequal lengths."""

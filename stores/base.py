@@ -38,7 +38,7 @@ from typing import SupportsIndex, TypeVar
 import torch.distributed as dist
 
 from rdzv.errors import mask_secrets
-from rdzv.ports import Closable, Namespaced
+from rdzv.ports import Closable, Namespaced, Peekable
 from rdzv.torch_store import (
     Backoff,
     Deadline,
@@ -240,7 +240,7 @@ class Store(TorchStore):
     """A ``torch.distributed.Store`` over a :class:`StoreClient`; see the head of this file.
 
     ``timeout`` None means torch's default of 300 seconds. The store is also
-    :class:`rdzv.ports.Namespaced` and :class:`rdzv.ports.Closable` (registered, since the
+    :class:`rdzv.ports.Namespaced`, ``Peekable`` and ``Closable`` (registered, since the
     metaclasses of torch's class and of an ABC do not agree).
     """
 
@@ -334,6 +334,16 @@ class Store(TorchStore):
     def multi_get(self, keys: Iterable[Text]) -> list[bytes]:
         """The values of all keys, in order, once all are there."""
         return self._fetch("multi_get", key_list(keys))
+
+    def peek(self, keys: Iterable[Text]) -> list[bytes | None]:
+        """The values of all keys, in order, None for an absent one. Never waits for one."""
+        full = [self._key(key) for key in key_list(keys)]
+        names = list(dict.fromkeys(full))
+        if not names:
+            return []
+        found = self._ask("peek", lambda: self._client.get_many(names))
+        values = dict(zip(names, found, strict=True))
+        return [values[name] for name in full]
 
     def multi_set(self, keys: Iterable[Text], values: Iterable[Text]) -> None:
         """Write all values under their keys at once. Raises ``ValueError`` for unequal lengths."""
@@ -467,4 +477,5 @@ def _operation() -> str:
 
 
 Namespaced.register(Store)
+Peekable.register(Store)
 Closable.register(Store)

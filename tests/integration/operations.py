@@ -68,6 +68,7 @@ def use_all(backend: Any, store: Any, timeout_seconds: float = 10.0, *, start: b
     assert store.compare_set("c", "", "x") == b"x"
     store.append("a", "1")
     assert store.multi_get(["a", "b"]) == [b"11", b"2"]
+    assert store.peek(["b", "absent"]) == [b"2", None]
     waiting = Background(lambda: store.get("later"))
     waiting.still_blocked()
     store.set("later", "1")

@@ -66,8 +66,8 @@ class Requests:
 
     @property
     def outside_waiting(self) -> int:
-        """Round trips, but for those of a wait for a change or for a key."""
-        waiting = self.scripts["look"] - self._read + self.scripts["store_missing"]
+        """Round trips, but for those of a wait for a change."""
+        waiting = self.scripts["look"] - self._read
         return self._asked - waiting
 
     def _note_asked(self, *_: object) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from rdzv.conformance.store_kit import LONG, Background
-from rdzv.ports import Closable, Namespaced
+from rdzv.ports import Closable, Namespaced, Peekable
 from rdzv.stores.base import Store, StoreClient, Unanswered, counter_after
 from rdzv.stores.memory import MemoryClient, MemoryStore
 
@@ -78,6 +78,7 @@ class Down(MemoryClient):
 def test_the_ports_are_recognised(store: MemoryStore) -> None:
     assert isinstance(store, dist.Store)
     assert isinstance(store, Namespaced)
+    assert isinstance(store, Peekable)
     assert isinstance(store, Closable)
 
 

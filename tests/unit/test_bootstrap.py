@@ -136,9 +136,9 @@ class FailingStore(RoundStore):
         self._fail()
         super().multi_set(keys, values)
 
-    def check(self, keys: Any) -> bool:
+    def peek(self, keys: Any) -> list[bytes | None]:
         self._fail()
-        return super().check(keys)
+        return super().peek(keys)
 
     def wait(self, keys: Any, timeout: Any = None) -> None:
         self._fail()

@@ -75,6 +75,9 @@ def test_it_holds_the_keys_below_its_prefix(base: Any) -> None:
     assert not store.check(["k", "other"])
     assert store.add("counter", 2) == 2
     assert store.multi_get(["k", "counter"]) == [b"1", b"2"]
+    assert store.peek(["counter", "k", "k"]) == [b"2", b"1", b"1"]
+    assert None in store.peek(["k", "absent"])
+    assert store.peek([]) == []
 
 
 def test_it_waits_on_any_base(base: Any) -> None:
