@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for_futures
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -110,6 +111,10 @@ class Hosting:
         self._dropped = ""
         self._done: Future[tuple[RoundStore, RendezvousStoreInfo]] = Future()
         threading.Thread(target=self._host, name="rdzv-hosting", daemon=True).start()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Until the address is published, or will not be; not for longer than that."""
+        wait_for_futures([self._done], timeout_seconds)
 
     def drop(self) -> None:
         """Nobody wants the round any more."""

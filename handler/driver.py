@@ -57,7 +57,7 @@ class Stopped(Exception):
 
 class Driver:
     """A backend as the protocol sees it. Safe to use from any thread. ``prepare`` is called for
-    :class:`Prepare` and must not block."""
+    :class:`Prepare` and answers well within a keep-alive interval."""
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ class Pause:
 @dataclass(frozen=True, slots=True)
 class Prepare:
     """This node is about to confirm the proposed round of ``state``, as its rank 0: begin what the
-    others will need of it. Answer: None, at once."""
+    others will need of it. Answer: None, well within a keep-alive interval."""
 
     state: State
 

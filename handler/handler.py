@@ -60,6 +60,8 @@ logger = logging.getLogger("rdzv")
 DEADLINE_SLACK_SECONDS = 0.5
 """The background thread ends a barrier at its deadline and knows why; a little later the caller
 ends it without a reason."""
+PREPARE_SECONDS_MAX = 1.0
+"""For rank 0 to have its server published before it confirms."""
 CLOSE_RETRY_SECONDS = 0.2
 LEAVE_SECONDS_MIN = 0.1
 FINISH_TIMEOUT_SECONDS = 5.0
@@ -328,12 +330,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """This node will be rank 0 of the proposed round. (In the background thread.)"""
         assert state.proposal_id is not None
         deadline = self._session.deadline
-        self._host(
-            state.proposal_id,
-            time.monotonic() + self._settings.join_timeout_seconds
-            if deadline is None
-            else deadline,
-        )
+        if deadline is None:
+            deadline = time.monotonic() + self._settings.join_timeout_seconds
+        # Who confirms last makes the round final: better a moment later, with the address there,
+        # than that all others have to wait for it.
+        interval = self._settings.keep_alive_interval_seconds
+        self._host(state.proposal_id, deadline).wait(min(PREPARE_SECONDS_MAX, interval / 2))
 
     def _host(self, round_id: RoundId, deadline: float) -> Hosting:
         """What has begun to host the round, if need be now. What began for another is dropped."""
