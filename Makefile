@@ -52,7 +52,7 @@ test-full: lint types  ## the same with 1,000 simulation seeds and the long test
 	@echo "[sim] $(SEEDS) seeds"
 	@$(BIN)/python tests/sim/run.py --seeds $(SEEDS)
 	@echo "[pytest] doctests and tests/, the long ones too"
-	@$(PYTEST) --numprocesses=$(PROCESSES) --dist=loadfile -m "" --rdzv-report=$(REPORT)
+	@$(PYTEST) --numprocesses=$(PROCESSES) --dist=loadscope -m "" --rdzv-report=$(REPORT)
 	@$(BIN)/python .ci/matrix.py $(REPORT)
 
 test-docker: venv  ## the conformance suites on servers in containers (needs a Docker engine)
