@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from rdzv.backends.sql.base import ChangeSignal, Dialect
+from rdzv.backends.sql.base import Answer, ChangeSignal, Dialect, Pace, Patience
 from rdzv.backends.sql.pool import Pool, Reaper
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousSettingsError
@@ -79,6 +79,7 @@ class Database:
         self._timeout_seconds = min(timeout_seconds, dialect.request_seconds)
         self._signal: ChangeSignal = dialect.signal()
         self._pool: Pool | None = None
+        self._patience = Patience()
         self._closed_count = 0
         self.failed_count = 0
         self._is_broken_by_fork = False
@@ -110,15 +111,18 @@ class Database:
         with self._call() as deadline:
             return self._repeat(attempt, deadline, is_read=True)
 
-    def write(self, work: Work[T], was_applied: Work[bool] | None = None) -> T:
+    def write(
+        self, work: Work[T], was_applied: Work[bool] | None = None, *, alone: bool = False
+    ) -> T:
         """What ``work`` returns, once all it wrote is committed; both execute a statement.
+        ``alone`` says that no other call will come soon.
 
         Raises :class:`AnswerLost` where that is not known. After any other error ``was_applied``,
         in a transaction of its own, has found nothing; without one, the commit may yet be made.
         """
 
         def attempt() -> T:
-            with self._connection(deadline, write=True) as connection:
+            with self._connection(deadline, write=True, alone=alone) as connection:
                 result = work(connection)
                 try:
                     connection.commit()
@@ -135,29 +139,60 @@ class Database:
         with self._call() as deadline:
             return self._repeat(attempt, deadline)
 
+    def send(
+        self,
+        written: Sequence[sa.Executable],
+        read: Sequence[sa.Executable],
+        values: dict[str, Any],
+        *,
+        alone: bool = False,
+    ) -> list[Answer]:
+        """See :meth:`Dialect.send`, and for ``alone`` :meth:`write`."""
+
+        def attempt() -> list[Answer]:
+            pool = self._ready_pool(deadline)
+            with pool.connection(deadline, alone=alone) as connection:
+                seconds = deadline - time.monotonic()
+                return self.dialect.send(connection, written, read, values, seconds)
+
+        with self._call() as deadline:
+            return self._repeat(attempt, deadline)
+
     def notify(self, connection: sa.Connection, *topics: str) -> None:
         """Let the commit of this transaction end waits for these topics."""
         self.dialect.notify(connection, topics)
 
     def wait(
-        self, look: Callable[[], T | None], timeout_seconds: float, topics: Sequence[str]
+        self,
+        look: Callable[[], T | None],
+        timeout_seconds: float,
+        topics: Sequence[str],
+        *,
+        awaited: object = None,
+        pace: Pace | None = None,
     ) -> T | None:
         """What ``look`` returns, as soon as that is not None or the time is over.
 
-        ``look`` is called at least once, and again after every commit that notified of a topic.
+        ``look`` is called at least once, and again after every commit that notified of a topic;
+        with a ``pace`` also at that. Who goes on to wait for the same ``awaited`` looks no more
+        often than before.
         """
-        begun = time.monotonic()
-        end = begun + max(0.0, timeout_seconds)
+        end = time.monotonic() + max(0.0, timeout_seconds)
+        if timeout_seconds <= 0:
+            return look()
+        begun = self._patience.begun(awaited)
         closed_count = self._closed_count
-        found = look()
-        while found is None and time.monotonic() < end:
+        while True:
             mark = self._mark(topics)
             found = look()
             now = time.monotonic()
-            if found is None and now < end:
-                seconds = min(end - now, WAIT_SLICE_SECONDS_MAX)
-                self._sleep(mark, topics, seconds, now - begun, closed_count)
-        return found
+            if found is not None or now >= end:
+                self._patience.end(awaited if found is None else None, begun)
+                return found
+            seconds = min(end - now, WAIT_SLICE_SECONDS_MAX)
+            if pace is not None:
+                seconds = min(seconds, pace.seconds(now - begun))
+            self._sleep(mark, topics, seconds, now - begun, closed_count)
 
     def _sleep(
         self,
@@ -186,9 +221,11 @@ class Database:
         self._forget()
 
     def _mark(self, topics: Sequence[str]) -> Any:
+        def attempt() -> Any:
+            return self._signal.mark(topics, self._ready_pool(deadline), deadline)
+
         with self._call() as deadline:
-            self._ready_pool(deadline)
-            return self._signal.mark(topics)
+            return self._repeat(attempt, deadline)
 
     def _repeat(self, attempt: Callable[[], T], deadline: float, *, is_read: bool = False) -> T:
         pause = RETRY_SECONDS_FIRST
@@ -208,9 +245,11 @@ class Database:
             pause = min(2 * pause, RETRY_SECONDS_LAST)
 
     @contextlib.contextmanager
-    def _connection(self, deadline: float, *, write: bool) -> Iterator[sa.Connection]:
+    def _connection(
+        self, deadline: float, *, write: bool, alone: bool = False
+    ) -> Iterator[sa.Connection]:
         pool = self._ready_pool(deadline)
-        with pool.connection(deadline) as connection:
+        with pool.connection(deadline, alone=alone) as connection:
             self.dialect.begin(connection, write, deadline - time.monotonic())
             # What ``work`` leaves without a commit is rolled back by the pool.
             yield connection
@@ -220,9 +259,8 @@ class Database:
             self._reaper.start()
 
     def _reap(self) -> bool:
-        seconds = self.dialect.idle_seconds or 0.0
         pool = self._pool
-        is_done = pool is None or pool.close_idle(seconds)
+        is_done = pool is None or pool.close_idle()
         return self._signal.close_idle() and is_done
 
     def _look_for_answer(self, result: T, was_applied: Work[bool], lost: RendezvousError) -> T:

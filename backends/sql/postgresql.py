@@ -22,8 +22,8 @@ import sqlalchemy as sa
 from psycopg.waiting import Ready, Wait
 from sqlalchemy.dialects import postgresql
 
-from rdzv.backends.sql.base import ChangeSignal, Pace
-from rdzv.backends.sql.listen import Listener
+from rdzv.backends.sql.base import Answer, ChangeSignal, Pace
+from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.server import (
     OVERCROWDED,
@@ -94,6 +94,8 @@ class PostgresqlDialect(ServerDialect):
         "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000 AS BIGINT)", sa.BigInteger
     )
     default_port = 5432
+    can_send = True
+    roster_pace = Pace(0.02, 0.25, 0.1)
     keys_per_statement_max = 10_000
     advice = {  # noqa: RUF012
         "28P01": WRONG_PASSWORD,
@@ -147,7 +149,7 @@ class PostgresqlDialect(ServerDialect):
         return next((code for words, code in _WORDS if words in str(cause)), None)
 
     def is_transient(self, error: BaseException) -> bool:
-        return super().is_transient(error) or isinstance(error, _StaleConnection)
+        return super().is_transient(error) or isinstance(error, StaleConnection)
 
     @contextmanager
     def making(self, connection: sa.Connection, seconds: float) -> Iterator[None]:
@@ -169,20 +171,47 @@ class PostgresqlDialect(ServerDialect):
         driver.deadline = time.monotonic() + seconds
         if not write:
             return
-        limit = max(1, round(seconds * 1000))
-        names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
-        limits = "".join(f"; SET LOCAL {name} = {limit}" for name in names)
-        try:
-            driver.execute(f"BEGIN ISOLATION LEVEL READ COMMITTED{limits}")
-        except psycopg.OperationalError as error:
-            if driver.closed and time.monotonic() < driver.deadline:
-                # It had been closed while it was idle; to begin changes nothing.
-                raise _StaleConnection(str(error)) from error
-            raise
+        # To begin changes nothing.
+        with unless_stale(driver):
+            driver.execute(_begin(seconds))
+
+    def send(
+        self,
+        connection: sa.Connection,
+        written: Sequence[sa.Executable],
+        read: Sequence[sa.Executable],
+        values: dict[str, Any],
+        seconds: float,
+    ) -> list[Answer]:
+        self.begin(connection, False, seconds)
+        driver: Any = connection.connection.driver_connection
+        cursor = psycopg.ClientCursor(driver)
+        texts = [self._text(cursor, each, values) for each in (*written, *read)]
+        texts.insert(len(written), "COMMIT")
+        answers: list[Answer] = []
+        with unless_stale(driver):
+            cursor.execute("; ".join((_begin(driver.deadline - time.monotonic()), *texts)))
+            while True:
+                rows = cursor.fetchall() if cursor.description else ()
+                answers.append(Answer(cursor.rowcount, rows))
+                if not cursor.nextset():
+                    break
+        answers = answers[len(answers) - len(texts) :]
+        del answers[len(written)]
+        return answers
+
+    def _text(
+        self, cursor: psycopg.ClientCursor[Any], statement: Any, values: dict[str, Any]
+    ) -> str:
+        compiled = _compiled.get(statement)
+        if compiled is None:
+            compiled = _compiled[statement] = statement.compile(dialect=self._sqlalchemy)
+        given = {name: values.get(name, default) for name, default in compiled.params.items()}
+        return cursor.mogrify(compiled.string, given)
 
     def signal(self) -> ChangeSignal:
         pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.02, 2.0, 0.2)
-        return Listener(self.connect, self.code, self.request_seconds, pooled, crowded)
+        return Listener(self.code, self.request_seconds, pooled, crowded)
 
     def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:
         if topics:
@@ -199,6 +228,17 @@ class PostgresqlDialect(ServerDialect):
         return statement.on_conflict_do_update(index_elements=keys, set_=others)
 
 
+_compiled: dict[Any, Any] = {}
+"""Statements that are :meth:`PostgresqlDialect.send`\\ t; there are few."""
+
+
+def _begin(seconds: float) -> str:
+    limit = max(1, round(seconds * 1000))
+    names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
+    limits = "".join(f"; SET LOCAL {name} = {limit}" for name in names)
+    return f"BEGIN ISOLATION LEVEL READ COMMITTED{limits}"
+
+
 _WORDS = (
     ("too many clients", TOO_MANY_CONNECTIONS),
     ("remaining connection slots", TOO_MANY_CONNECTIONS),
@@ -207,7 +247,3 @@ _WORDS = (
     ("authentication failed", "28P01"),
     ("no password supplied", "28P01"),
 )
-
-
-class _StaleConnection(psycopg.OperationalError):
-    """It was closed before anything was asked on it."""
