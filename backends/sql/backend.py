@@ -73,6 +73,11 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     def endpoint(self) -> str:
         return self._database.endpoint
 
+    @property
+    def database(self) -> Database:
+        """For a store that shares its connections."""
+        return self._database
+
     def route(self) -> tuple[str, int] | None:
         return self._database.dialect.route()
 

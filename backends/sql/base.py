@@ -148,6 +148,8 @@ class Dialect(ABC):
     """After so long an unused connection is closed; None for never."""
     can_skip_locked: bool = False
     """Whether a statement can pass by rows that others have locked."""
+    can_share: bool = False
+    """Whether a connection is dear enough for a backend and its store to share what they have."""
     can_send: bool = False
     """Whether :meth:`send` works."""
     roster_pace: Pace | None = None

@@ -8,6 +8,7 @@
   later. Who must not take that for a failure first waits for a lock that the writer held.
 * What is gone is noticed: when the tables or the file were removed or replaced, the call that
   finds out raises, so that its caller knows that contact was lost, and the next one starts anew.
+* The store of a backend shares its connections, where the database is a server.
 * A wait takes a mark, looks, and sleeps until the mark has changed: nothing is missed. What is
   lost without a word is found by looking again now and then.
 * What the database refused without having done anything, since it was overcrowded, resolved a
@@ -72,9 +73,16 @@ class Database:
     """One database as one backend or store uses it. All methods may be called by any thread."""
 
     def __init__(
-        self, dialect: Dialect, tables: Tables, timeout_seconds: float = float("inf")
+        self,
+        dialect: Dialect,
+        tables: Tables,
+        timeout_seconds: float = float("inf"),
+        beside: Database | None = None,
     ) -> None:
+        """``beside`` is a user of the same database whose connections this one shares."""
         self.dialect = dialect
+        self._beside = beside
+        self._is_closed = False
         self.tables = tables
         self._timeout_seconds = min(timeout_seconds, dialect.request_seconds)
         self._signal: ChangeSignal = dialect.signal()
@@ -207,7 +215,7 @@ class Database:
 
         # Not a call: a fork must not wait for it.
         try:
-            self._signal.sleep(mark, topics, seconds, waited_seconds, is_over)
+            self._waker.sleep(mark, topics, seconds, waited_seconds, is_over)
         except (sa.exc.SQLAlchemyError, self.dialect.driver_error, OSError) as error:
             if not is_over():
                 raise self._explained(error) from error
@@ -218,11 +226,20 @@ class Database:
     def close(self) -> None:
         """Close all connections; a later call opens them anew. Never raises."""
         self._closed_count += 1
-        self._forget()
+        self._is_closed = True
+        if self._beside is None or self._beside._is_closed:
+            self._forget()
+        else:
+            # The other one goes on with the connections; what waits here does not.
+            self._waker.wake()
+
+    @property
+    def _waker(self) -> ChangeSignal:
+        return self._signal if self._beside is None else self._beside._waker
 
     def _mark(self, topics: Sequence[str]) -> Any:
         def attempt() -> Any:
-            return self._signal.mark(topics, self._ready_pool(deadline), deadline)
+            return self._waker.mark(topics, self._ready_pool(deadline), deadline)
 
         with self._call() as deadline:
             return self._repeat(attempt, deadline)
@@ -255,7 +272,9 @@ class Database:
             yield connection
 
     def _reap_later(self) -> None:
-        if self.dialect.idle_seconds is not None:
+        if self._beside is not None:
+            self._beside._reap_later()
+        elif self.dialect.idle_seconds is not None:
             self._reaper.start()
 
     def _reap(self) -> bool:
@@ -276,6 +295,8 @@ class Database:
         raise lost
 
     def _ready_pool(self, deadline: float) -> Pool:
+        if self._beside is not None:
+            return self._beside._ready_pool(deadline)
         if self.dialect.is_replaced():
             self._forget(was_told=True)
             raise RendezvousConnectionError(
@@ -299,6 +320,9 @@ class Database:
             self._opening.release()
 
     def _forget(self, *, was_told: bool = False) -> None:
+        if self._beside is not None:
+            self._beside._forget(was_told=was_told)
+            return
         if was_told:
             self.dialect.forget()
         pool, self._pool = self._pool, None
@@ -336,7 +360,7 @@ class Database:
         finally:
             # First of all, since a signal handler may raise anywhere below.
             ticket.is_done = True
-            pool = self._pool
+            pool = (self._beside or self)._pool
             if pool is not None and pool.has_idle:
                 self._reap_later()
             with self._idle:
@@ -357,6 +381,7 @@ class Database:
                 f"{self.endpoint}: this process was forked in the middle of a call; start it by "
                 "spawn, or fork before the first call"
             )
+        self._is_closed = False
         with self._idle:
             if ticket.thread in self._busy_threads():
                 raise RendezvousConnectionError(

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,7 @@ from sqlalchemy.dialects import postgresql
 
 from rdzv.backends.sql.base import Answer, ChangeSignal, Pace
 from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
+from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.server import (
     OVERCROWDED,
@@ -127,7 +129,7 @@ class PostgresqlDialect(ServerDialect):
         hosts = str(named.get("host") or "").count(",") + 1
         allowed = float(named.get("connect_timeout") or math.inf)
         seconds = min(self.request_seconds / hosts, allowed)
-        named = {**named, "connect_timeout": max(2, math.ceil(seconds))}
+        named = {**_with_addresses(named, seconds), "connect_timeout": max(2, math.ceil(seconds))}
         try:
             connection = Connection.connect(
                 *positional, **named, autocommit=True, prepare_threshold=None
@@ -237,6 +239,38 @@ def _begin(seconds: float) -> str:
     names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
     limits = "".join(f"; SET LOCAL {name} = {limit}" for name in names)
     return f"BEGIN ISOLATION LEVEL READ COMMITTED{limits}"
+
+
+def _with_addresses(named: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """The same hosts, each with its addresses, looked up within so many seconds each. A host that
+    is not found stays out, unless none is found."""
+    hosts = str(named.get("host") or "")
+    if not hosts or named.get("hostaddr") or all(map(_needs_no_look_up, hosts.split(","))):
+        return dict(named)
+    ports = str(named.get("port") or "").split(",")
+    found: list[tuple[str, str, str]] = []
+    trouble: OSError | None = None
+    for index, host in enumerate(hosts.split(",")):
+        port = ports[index] if len(ports) > 1 else ports[0]
+        if host.startswith("/"):
+            found.append((host, "", port))
+            continue
+        try:
+            found += [(host, address, port) for address in addresses(host, seconds)]
+        except OSError as error:
+            trouble = error
+    if not found and trouble is not None:
+        raise psycopg.OperationalError(str(trouble))
+    names, numbers, ports_of = (",".join(column) for column in zip(*found, strict=True))
+    return {**named, "host": names, "hostaddr": numbers, "port": ports_of}
+
+
+def _needs_no_look_up(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host.startswith("/")
+    return True
 
 
 _WORDS = (

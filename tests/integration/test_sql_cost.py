@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rdzv.backends.sql import SqlBackend
 from rdzv.backends.sql.base import Polling
 from rdzv.conformance.servers.base import DATABASE
+from rdzv.conformance.store_kit import Background
 from rdzv.ports import Entry, Question
+from rdzv.stores.sql import create_backend
 
 from .operations import crowd, meet, until
-from .sql_targets import empty_server
+from .sql_targets import empty_server, listens, ours
 
 TTL_SECONDS = 60.0
 NODES = (8, 128)
@@ -215,3 +218,24 @@ def test_who_waits_on_does_not_look_as_often_as_at_first(
         before = next(looks)
         assert backend.wait_for_change(backend.get_state()[1], 1.0) is None
         assert next(looks) - before > later, "for something else it looks often again"
+
+
+def test_a_backend_and_its_store_share_a_connection(
+    request: pytest.FixtureRequest, opened: Any
+) -> None:
+    server = empty_server(request, "postgresql")
+    parameters = RendezvousParameters(server.backend, server.endpoint(), "run", 1, 1)
+    backend, store = map(opened, create_backend(parameters))
+    backend.set_state(b"0")
+    waiting = Background(lambda: store.get("key"))
+    until(lambda: listens(backend) and ours(server) == 1)
+    backend.set_state(b"1", backend.get_state()[1])
+    store.set("key", "value")
+    assert waiting.result() == b"value"
+    assert ours(server) <= 2, "one that listens, and one for who asked meanwhile"
+    store.close()
+    assert backend.get_state() is not None
+    backend.close()
+    assert store.get("key") == b"value", "it opens anew"
+    store.close()
+    until(lambda: ours(server) == 0)
