@@ -55,7 +55,8 @@ class SqlStore(Store):
 
     ``endpoint`` is what :class:`rdzv.backends.sql.SqlBackend` takes; all stores of one endpoint
     and run id share their keys, in any process. ``timeout`` None means torch's default of 300
-    seconds. With ``connect=False`` it connects when it is first used.
+    seconds. With ``connect=False`` it connects when it is first used. ``beside`` is a backend with
+    the same endpoint and options, whose connections the store shares.
 
     Raises ``RendezvousSettingsError`` (a ``ValueError``) for what cannot work,
     ``dist.DistNetworkError`` where the database cannot be opened now.
@@ -72,8 +73,11 @@ class SqlStore(Store):
         filesystem_type: Callable[[Path], str] = filesystem_type,
         name: str = "sql",
         connect: bool = True,
+        beside: SqlBackend | None = None,
     ) -> None:
-        client = SqlClient(endpoint, run_id, options, lifetime_seconds, filesystem_type, name)
+        client = SqlClient(
+            endpoint, run_id, options, lifetime_seconds, filesystem_type, name, beside
+        )
         if connect:
             client.open()
         super().__init__(client, timeout=timeout)
@@ -98,10 +102,17 @@ def create_backend(params: RendezvousParameters) -> tuple[SqlBackend, dist.Store
     except BaseException:
         backend.close()
         raise
-    return backend, store_beside(settings.endpoint, settings.run_id, options, settings.backend)
+    name = settings.backend
+    return backend, store_beside(settings.endpoint, settings.run_id, options, name, backend)
 
 
-def store_beside(endpoint: str, run_id: str, options: SqlOptions, name: str = "sql") -> SqlStore:
+def store_beside(
+    endpoint: str,
+    run_id: str,
+    options: SqlOptions,
+    name: str = "sql",
+    backend: SqlBackend | None = None,
+) -> SqlStore:
     """The store that goes with a backend: torch's ``read_timeout`` is its timeout, and its keys
     live as long as the run's other records."""
     timeout = timedelta(seconds=options.read_timeout_seconds)
@@ -115,6 +126,7 @@ def store_beside(endpoint: str, run_id: str, options: SqlOptions, name: str = "s
         name=name,
         # The backend has just shown that it works.
         connect=False,
+        beside=backend,
     )
 
 
@@ -129,12 +141,13 @@ class SqlClient(StoreClient):
         lifetime_seconds: float = LIFETIME_SECONDS,
         filesystem_type: Callable[[Path], str] = filesystem_type,
         name: str = "sql",
+        beside: SqlBackend | None = None,
     ) -> None:
         options = options or SqlOptions()
         dialect = dialect_for(endpoint, options, filesystem_type, name=name)
-        self._database = Database(
-            dialect, tables(options.table_prefix, options.schema), REQUEST_SECONDS_MAX
-        )
+        shared = beside.database if beside is not None and dialect.can_share else None
+        made = tables(options.table_prefix, options.schema)
+        self._database = Database(dialect, made, REQUEST_SECONDS_MAX, shared)
         self.value_bytes_max = dialect.value_bytes_max
         self._run = Run(self._database, run_id, lifetime_seconds)
         self._rows = _Rows(self._database, self._run.key)

@@ -20,6 +20,9 @@ from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousError
 
+PATIENCE_SECONDS = 2.0
+"""Who waits again so soon is still waiting for the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
@@ -28,6 +31,15 @@ class Trouble:
     error: RendezvousError
     reopen: bool
     """Whether all connections must be given up and the tables looked after anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one statement."""
+
+    count: int
+    """Rows that it found or changed."""
+    rows: Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +55,29 @@ class Pace:
         return min(max(self.first_seconds, waited_seconds * self.growth), self.last_seconds)
 
 
+class Patience:
+    """Since when something has been waited for, over several waits in a row."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, float, float] = (None, 0.0, 0.0)
+
+    def begun(self, awaited: object) -> float:
+        """When waiting for it has begun, now or before."""
+        now = time.monotonic()
+        last, begun, ended = self._last
+        is_same = awaited is not None and last == awaited and now - ended < PATIENCE_SECONDS
+        return begun if is_same else now
+
+    def end(self, awaited: object, begun: float) -> None:
+        """A wait has ended without it; ``awaited`` None where it came."""
+        self._last = (awaited, begun, time.monotonic())
+
+
 class ChangeSignal(ABC):
     """Tells that something may have been committed by anyone."""
 
     @abstractmethod
-    def mark(self, topics: Sequence[str]) -> Any:
+    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> Any:
         """To be taken before looking: what is committed later ends the :meth:`sleep` with it.
         Raises the driver's errors."""
 
@@ -62,6 +92,10 @@ class ChangeSignal(ABC):
     ) -> None:
         """Return when one of the topics may have changed since the mark, after ``seconds``, or
         soon after ``is_over`` or :meth:`close`. Raises the driver's errors."""
+
+    def wake(self) -> None:
+        """Let sleepers look whether it is over; for those who do not look anyway."""
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -78,7 +112,7 @@ class Polling(ChangeSignal):
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
 
-    def mark(self, topics: Sequence[str]) -> None:
+    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> None:
         return None
 
     def sleep(
@@ -114,6 +148,12 @@ class Dialect(ABC):
     """After so long an unused connection is closed; None for never."""
     can_skip_locked: bool = False
     """Whether a statement can pass by rows that others have locked."""
+    can_share: bool = False
+    """Whether a connection is dear enough for a backend and its store to share what they have."""
+    can_send: bool = False
+    """Whether :meth:`send` works."""
+    roster_pace: Pace | None = None
+    """How often a wait for the roster looks by itself, where not every change wakes it."""
     keys_per_statement_max: int = 500
     value_bytes_max: int = 64 * 1024 * 1024
 
@@ -143,6 +183,18 @@ class Dialect(ABC):
     def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
         """Start a transaction that writes, or allow reading statements. From now on nothing on
         this connection lasts longer than ``seconds``, waiting for a lock included."""
+
+    def send(
+        self,
+        connection: sa.Connection,
+        written: Sequence[sa.Executable],
+        read: Sequence[sa.Executable],
+        values: dict[str, Any],
+        seconds: float,
+    ) -> list[Answer]:
+        """The answers to a transaction of ``written``, and to what is ``read`` after it, all in
+        one message. Only for what may be repeated."""
+        raise NotImplementedError
 
     @abstractmethod
     def explain(self, error: BaseException) -> Trouble:

@@ -8,6 +8,7 @@
   later. Who must not take that for a failure first waits for a lock that the writer held.
 * What is gone is noticed: when the tables or the file were removed or replaced, the call that
   finds out raises, so that its caller knows that contact was lost, and the next one starts anew.
+* The store of a backend shares its connections, where the database is a server.
 * A wait takes a mark, looks, and sleeps until the mark has changed: nothing is missed. What is
   lost without a word is found by looking again now and then.
 * What the database refused without having done anything, since it was overcrowded, resolved a
@@ -33,7 +34,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from rdzv.backends.sql.base import ChangeSignal, Dialect
+from rdzv.backends.sql.base import Answer, ChangeSignal, Dialect, Pace, Patience
 from rdzv.backends.sql.pool import Pool, Reaper
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousSettingsError
@@ -72,13 +73,21 @@ class Database:
     """One database as one backend or store uses it. All methods may be called by any thread."""
 
     def __init__(
-        self, dialect: Dialect, tables: Tables, timeout_seconds: float = float("inf")
+        self,
+        dialect: Dialect,
+        tables: Tables,
+        timeout_seconds: float = float("inf"),
+        beside: Database | None = None,
     ) -> None:
+        """``beside`` is a user of the same database whose connections this one shares."""
         self.dialect = dialect
+        self._beside = beside
+        self._is_closed = False
         self.tables = tables
         self._timeout_seconds = min(timeout_seconds, dialect.request_seconds)
         self._signal: ChangeSignal = dialect.signal()
         self._pool: Pool | None = None
+        self._patience = Patience()
         self._closed_count = 0
         self.failed_count = 0
         self._is_broken_by_fork = False
@@ -110,15 +119,18 @@ class Database:
         with self._call() as deadline:
             return self._repeat(attempt, deadline, is_read=True)
 
-    def write(self, work: Work[T], was_applied: Work[bool] | None = None) -> T:
+    def write(
+        self, work: Work[T], was_applied: Work[bool] | None = None, *, alone: bool = False
+    ) -> T:
         """What ``work`` returns, once all it wrote is committed; both execute a statement.
+        ``alone`` says that no other call will come soon.
 
         Raises :class:`AnswerLost` where that is not known. After any other error ``was_applied``,
         in a transaction of its own, has found nothing; without one, the commit may yet be made.
         """
 
         def attempt() -> T:
-            with self._connection(deadline, write=True) as connection:
+            with self._connection(deadline, write=True, alone=alone) as connection:
                 result = work(connection)
                 try:
                     connection.commit()
@@ -135,29 +147,60 @@ class Database:
         with self._call() as deadline:
             return self._repeat(attempt, deadline)
 
+    def send(
+        self,
+        written: Sequence[sa.Executable],
+        read: Sequence[sa.Executable],
+        values: dict[str, Any],
+        *,
+        alone: bool = False,
+    ) -> list[Answer]:
+        """See :meth:`Dialect.send`, and for ``alone`` :meth:`write`."""
+
+        def attempt() -> list[Answer]:
+            pool = self._ready_pool(deadline)
+            with pool.connection(deadline, alone=alone) as connection:
+                seconds = deadline - time.monotonic()
+                return self.dialect.send(connection, written, read, values, seconds)
+
+        with self._call() as deadline:
+            return self._repeat(attempt, deadline)
+
     def notify(self, connection: sa.Connection, *topics: str) -> None:
         """Let the commit of this transaction end waits for these topics."""
         self.dialect.notify(connection, topics)
 
     def wait(
-        self, look: Callable[[], T | None], timeout_seconds: float, topics: Sequence[str]
+        self,
+        look: Callable[[], T | None],
+        timeout_seconds: float,
+        topics: Sequence[str],
+        *,
+        awaited: object = None,
+        pace: Pace | None = None,
     ) -> T | None:
         """What ``look`` returns, as soon as that is not None or the time is over.
 
-        ``look`` is called at least once, and again after every commit that notified of a topic.
+        ``look`` is called at least once, and again after every commit that notified of a topic;
+        with a ``pace`` also at that. Who goes on to wait for the same ``awaited`` looks no more
+        often than before.
         """
-        begun = time.monotonic()
-        end = begun + max(0.0, timeout_seconds)
+        end = time.monotonic() + max(0.0, timeout_seconds)
+        if timeout_seconds <= 0:
+            return look()
+        begun = self._patience.begun(awaited)
         closed_count = self._closed_count
-        found = look()
-        while found is None and time.monotonic() < end:
+        while True:
             mark = self._mark(topics)
             found = look()
             now = time.monotonic()
-            if found is None and now < end:
-                seconds = min(end - now, WAIT_SLICE_SECONDS_MAX)
-                self._sleep(mark, topics, seconds, now - begun, closed_count)
-        return found
+            if found is not None or now >= end:
+                self._patience.end(awaited if found is None else None, begun)
+                return found
+            seconds = min(end - now, WAIT_SLICE_SECONDS_MAX)
+            if pace is not None:
+                seconds = min(seconds, pace.seconds(now - begun))
+            self._sleep(mark, topics, seconds, now - begun, closed_count)
 
     def _sleep(
         self,
@@ -172,7 +215,7 @@ class Database:
 
         # Not a call: a fork must not wait for it.
         try:
-            self._signal.sleep(mark, topics, seconds, waited_seconds, is_over)
+            self._waker.sleep(mark, topics, seconds, waited_seconds, is_over)
         except (sa.exc.SQLAlchemyError, self.dialect.driver_error, OSError) as error:
             if not is_over():
                 raise self._explained(error) from error
@@ -183,12 +226,23 @@ class Database:
     def close(self) -> None:
         """Close all connections; a later call opens them anew. Never raises."""
         self._closed_count += 1
-        self._forget()
+        self._is_closed = True
+        if self._beside is None or self._beside._is_closed:
+            self._forget()
+        else:
+            # The other one goes on with the connections; what waits here does not.
+            self._waker.wake()
+
+    @property
+    def _waker(self) -> ChangeSignal:
+        return self._signal if self._beside is None else self._beside._waker
 
     def _mark(self, topics: Sequence[str]) -> Any:
+        def attempt() -> Any:
+            return self._waker.mark(topics, self._ready_pool(deadline), deadline)
+
         with self._call() as deadline:
-            self._ready_pool(deadline)
-            return self._signal.mark(topics)
+            return self._repeat(attempt, deadline)
 
     def _repeat(self, attempt: Callable[[], T], deadline: float, *, is_read: bool = False) -> T:
         pause = RETRY_SECONDS_FIRST
@@ -208,21 +262,24 @@ class Database:
             pause = min(2 * pause, RETRY_SECONDS_LAST)
 
     @contextlib.contextmanager
-    def _connection(self, deadline: float, *, write: bool) -> Iterator[sa.Connection]:
+    def _connection(
+        self, deadline: float, *, write: bool, alone: bool = False
+    ) -> Iterator[sa.Connection]:
         pool = self._ready_pool(deadline)
-        with pool.connection(deadline) as connection:
+        with pool.connection(deadline, alone=alone) as connection:
             self.dialect.begin(connection, write, deadline - time.monotonic())
             # What ``work`` leaves without a commit is rolled back by the pool.
             yield connection
 
     def _reap_later(self) -> None:
-        if self.dialect.idle_seconds is not None:
+        if self._beside is not None:
+            self._beside._reap_later()
+        elif self.dialect.idle_seconds is not None:
             self._reaper.start()
 
     def _reap(self) -> bool:
-        seconds = self.dialect.idle_seconds or 0.0
         pool = self._pool
-        is_done = pool is None or pool.close_idle(seconds)
+        is_done = pool is None or pool.close_idle()
         return self._signal.close_idle() and is_done
 
     def _look_for_answer(self, result: T, was_applied: Work[bool], lost: RendezvousError) -> T:
@@ -238,6 +295,8 @@ class Database:
         raise lost
 
     def _ready_pool(self, deadline: float) -> Pool:
+        if self._beside is not None:
+            return self._beside._ready_pool(deadline)
         if self.dialect.is_replaced():
             self._forget(was_told=True)
             raise RendezvousConnectionError(
@@ -261,6 +320,9 @@ class Database:
             self._opening.release()
 
     def _forget(self, *, was_told: bool = False) -> None:
+        if self._beside is not None:
+            self._beside._forget(was_told=was_told)
+            return
         if was_told:
             self.dialect.forget()
         pool, self._pool = self._pool, None
@@ -298,7 +360,7 @@ class Database:
         finally:
             # First of all, since a signal handler may raise anywhere below.
             ticket.is_done = True
-            pool = self._pool
+            pool = (self._beside or self)._pool
             if pool is not None and pool.has_idle:
                 self._reap_later()
             with self._idle:
@@ -319,6 +381,7 @@ class Database:
                 f"{self.endpoint}: this process was forked in the middle of a call; start it by "
                 "spawn, or fork before the first call"
             )
+        self._is_closed = False
         with self._idle:
             if ticket.thread in self._busy_threads():
                 raise RendezvousConnectionError(

@@ -1,7 +1,8 @@
 """LISTEN: being told of commits by PostgreSQL.
 
-* One connection for all threads of a backend or store, held only while somebody waits. One of the
-  waiting threads, whichever comes first, reads from it and wakes the others.
+* One connection for all threads of a backend or store, one of the pool's. One of the waiting
+  threads, whichever comes first, takes it out of the pool to read from it, and wakes the others;
+  between two waits it is there for every call, which also counts what the server tells meanwhile.
 * Whoever listens first, and then looks, misses nothing.
 * Where it cannot work, or would take what others need, waits look again and again instead: behind
   a pooler, which hands out its own process numbers and gives the connection to others after each
@@ -19,13 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psycopg
+import sqlalchemy as sa
 
 from rdzv.backends.sql.base import ChangeSignal, Pace, Polling
+from rdzv.backends.sql.pool import Pool
 
 FOLLOWER_SECONDS_MAX = 1.0
 """A thread that does not read looks so often whether it has to."""
-LINGER_SECONDS = 1.0
-"""The connection is kept so long for the next wait."""
+BUSY_SECONDS = 0.02
+"""A thread looks so often whether the connection is free that another one asks on."""
 TRY_AGAIN_SECONDS = 10.0
 """How long a server is spared that was crowded, and a pooler is taken for one."""
 LOOK_AROUND = """
@@ -46,43 +49,57 @@ SELECT pg_backend_pid(), EXISTS (SELECT FROM limits WHERE most >= 0 AND used * 2
 others a common role sees whose they are and to what database, but not of which type."""
 
 
+class StaleConnection(psycopg.OperationalError):
+    """It was closed before anything was asked on it."""
+
+
+@contextlib.contextmanager
+def unless_stale(driver: Any) -> Iterator[None]:
+    """Tell a connection that had been closed while it was idle from other trouble."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        if driver.closed and time.monotonic() < driver.deadline:
+            raise StaleConnection(str(error)) from error
+        raise
+
+
 class Listener(ChangeSignal):
     """Tells by LISTEN, and where that cannot work by looking again and again."""
 
     def __init__(
         self,
-        connect: Callable[[], Any],
         code: Callable[[BaseException], Any],
         request_seconds: float,
         pooled: Pace,
         crowded: Pace,
     ) -> None:
-        self._connect, self._code = connect, code
-        self._request_seconds = request_seconds
+        self._code, self._request_seconds = code, request_seconds
         self._pooled, self._crowded = Polling(pooled), Polling(crowded)
         self._polling: Polling | None = None
         self._polls_until = float("-inf")
         # Reentrant: a signal handler may close what its own thread is reading.
         self._changed = threading.Condition(threading.RLock())
-        self._connection: Any = None
-        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._line: _Line | None = None
         self._counts: dict[str, int] = {}
         self._opened = 0
         self._waiting = 0
         self._reader: int | None = None
-        self._last_used = float("-inf")
 
-    def mark(self, topics: Sequence[str]) -> Any:
+    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> Any:
         with self._changed:
             if time.monotonic() < self._polls_until:
                 return None
-            self._last_used = time.monotonic()
-            if self._connection is None and not self._open():
-                return None
+            line = self._line
+            if line is not None and (line.driver.closed or line.pool is not pool):
+                self.close()
+                line = None
             new = [topic for topic in topics if topic not in self._counts]
-            if new:
-                self._listen(new)
-            return self._now(topics)
+            if line is None:
+                is_listening = self._open(new, pool, deadline)
+            else:
+                is_listening = not new or self._listen_too(line, new)
+            return self._now(topics) if is_listening else None
 
     def sleep(
         self,
@@ -103,14 +120,18 @@ class Listener(ChangeSignal):
                     left = end - time.monotonic()
                     if left <= 0 or self._now(topics) != mark:
                         return
+                    line = self._line
+                    if line is None or line.driver.closed:
+                        return
                     if self._reader is not None:
                         self._changed.wait(min(left, FOLLOWER_SECONDS_MAX))
                         continue
-                    # Taken together: who closes leaves to the reader what it reads from.
+                    if not line.take():
+                        self._changed.wait(min(left, BUSY_SECONDS))
+                        continue
                     self._reader = threading.get_ident()
-                    connection, bell = self._connection, self._bell
                 try:
-                    self._read(connection, bell, left)
+                    self._read(line, left)
                 finally:
                     with self._changed:
                         self._reader = None
@@ -118,28 +139,25 @@ class Listener(ChangeSignal):
 
     def close(self) -> None:
         with self._changed:
-            connection, self._connection = self._connection, None
-            bell, self._bell = self._bell, None
+            line, self._line = self._line, None
             self._counts.clear()
             self._polls_until = float("-inf")
             self._changed.notify_all()
-            if bell is not None:
-                # Wakes the reader, which closes what it reads from by itself.
-                with contextlib.suppress(OSError):
-                    bell[1].close()
-            if connection is not None and self._reader in (None, threading.get_ident()):
-                connection.close()
-                if bell is not None:
-                    bell[0].close()
+            if line is not None:
+                line.ring()
+                # Who reads from it gives it back by itself.
+                if self._reader is None:
+                    line.end()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            if self._line is not None:
+                self._line.ring()
 
     def close_idle(self) -> bool:
         with self._changed:
-            if self._connection is None:
-                return True
-            if not self._waiting and time.monotonic() - self._last_used >= LINGER_SECONDS:
-                self.close()
-                return True
-            return False
+            return not self._waiting
 
     @contextlib.contextmanager
     def _attending(self) -> Iterator[None]:
@@ -150,74 +168,130 @@ class Listener(ChangeSignal):
         finally:
             with self._changed:
                 self._waiting -= 1
-                self._last_used = time.monotonic()
 
     def _now(self, topics: Sequence[str]) -> tuple[int, ...]:
-        opened = self._opened if self._connection is not None else -1
+        opened = self._opened if self._line is not None else -1
         return (opened, *(self._counts.get(topic, -1) for topic in topics))
 
-    def _open(self) -> bool:
+    def _open(self, topics: Sequence[str], pool: Pool, deadline: float) -> bool:
+        """Whether the server will tell."""
         try:
-            connection = self._connect()
-        except psycopg.Error as error:
+            with pool.connection(deadline) as connection:
+                driver: Any = connection.connection.driver_connection
+                with unless_stale(driver):
+                    self._polling = self._look_around(driver)
+                    if self._polling is None:
+                        driver.add_notify_handler(lambda told: self._count(told.channel))
+                        self._listen(driver, topics)
+        except (sa.exc.DBAPIError, psycopg.Error) as error:
             if self._code(error) != "53300":
                 raise
-            return self._poll(self._crowded)
-        try:
-            process, is_crowded = connection.execute(LOOK_AROUND).fetchone()
-            polling = None
-            if process != connection.pgconn.backend_pid:
-                polling = self._pooled
-            elif is_crowded:
-                polling = self._crowded
-            if polling is not None:
-                connection.close()
-                return self._poll(polling)
-        except BaseException:
-            connection.close()
-            raise
-        connection.add_notify_handler(lambda told: self._count(told.channel))
-        self._connection, self._bell = connection, socket.socketpair()
+            # It is of no use to try again and again, as other calls do.
+            self._polling = self._crowded
+        if self._polling is not None:
+            self._polls_until = time.monotonic() + TRY_AGAIN_SECONDS
+            return False
+        self._line = _Line(pool, connection, driver)
         self._opened += 1
         return True
 
-    def _poll(self, polling: Polling) -> bool:
-        self._polling, self._polls_until = polling, time.monotonic() + TRY_AGAIN_SECONDS
-        return False
+    def _look_around(self, driver: Any) -> Polling | None:
+        """How to wait where the server is not to tell."""
+        driver.deadline = time.monotonic() + self._request_seconds
+        process, is_crowded = driver.execute(LOOK_AROUND).fetchone()
+        if process != driver.pgconn.backend_pid:
+            return self._pooled
+        return self._crowded if is_crowded else None
 
-    def _listen(self, topics: Sequence[str]) -> None:
-        connection = self._connection
-        connection.deadline = time.monotonic() + self._request_seconds
-        try:
-            connection.execute("; ".join(f"LISTEN {topic}" for topic in topics))
-        except BaseException:
-            self.close()
-            raise
+    def _listen(self, driver: Any, topics: Sequence[str]) -> None:
+        driver.deadline = time.monotonic() + self._request_seconds
+        driver.execute("; ".join(f"LISTEN {topic}" for topic in topics))
         self._counts.update(dict.fromkeys(topics, 0))
 
-    def _read(self, connection: Any, bell: Any, seconds: float) -> None:
-        """Wait for what the server tells, and count it. Only one thread at a time is here."""
+    def _listen_too(self, line: _Line, topics: Sequence[str]) -> bool:
+        """Whether that could be asked for now: another thread may be using the connection."""
+        if not line.take():
+            return False
+        is_good = False
         try:
-            poller = select.poll()
-            for descriptor in (connection.pgconn.socket, bell[0].fileno()):
-                poller.register(descriptor, select.POLLIN)
-            poller.poll(max(1, round(seconds * 1000)))
-            with self._changed:
-                if self._connection is connection:
-                    connection.pgconn.consume_input()
-                    while (told := connection.pgconn.notifies()) is not None:
-                        self._count(told.relname.decode())
+            self._listen(line.driver, topics)
+            is_good = True
+        finally:
+            line.give_back(is_good)
+            if not is_good:
+                self.close()
+        return True
+
+    def _read(self, line: _Line, seconds: float) -> None:
+        """Wait for what the server tells, and count it. Only one thread at a time is here."""
+        is_good = False
+        try:
+            # What came with the answer to a question is in no socket any more.
+            if not self._drain(line):
+                poller = select.poll()
+                for descriptor in (line.driver.pgconn.socket, line.bell[0].fileno()):
+                    poller.register(descriptor, select.POLLIN)
+                poller.poll(max(1, round(seconds * 1000)))
+                with self._changed:
+                    if self._line is line:
+                        line.hush()
+                        line.driver.pgconn.consume_input()
+                        self._drain(line)
+            is_good = True
         except psycopg.Error:
             self.close()
             raise
         finally:
+            line.give_back(is_good)
             with self._changed:
-                if self._connection is not connection:
-                    connection.close()
-                    bell[0].close()
+                if self._line is not line:
+                    line.end()
+
+    def _drain(self, line: _Line) -> bool:
+        is_told = False
+        while (told := line.driver.pgconn.notifies()) is not None:
+            self._count(told.relname.decode())
+            is_told = True
+        return is_told
 
     def _count(self, topic: str) -> None:
         with self._changed:
             if topic in self._counts:
                 self._counts[topic] += 1
                 self._changed.notify_all()
+
+
+class _Line:
+    """The connection on which the server tells, and what wakes its reader besides."""
+
+    def __init__(self, pool: Pool, connection: sa.Connection, driver: Any) -> None:
+        self.pool, self.driver = pool, driver
+        self._connection = connection
+        self.bell = socket.socketpair()
+        for end in self.bell:
+            end.setblocking(False)
+
+    def take(self) -> bool:
+        """Take it out of the pool; whether it was there."""
+        return self.pool.take(self._connection)
+
+    def give_back(self, is_good: bool) -> None:
+        """End what :meth:`take` has begun."""
+        self.pool.give_back(self._connection, is_good)
+
+    def ring(self) -> None:
+        """Wake the reader."""
+        # A bell that is full rings already, one that is closed has been heard.
+        with contextlib.suppress(OSError):
+            self.bell[1].send(b".")
+
+    def hush(self) -> None:
+        """End the ringing."""
+        with contextlib.suppress(BlockingIOError):
+            while self.bell[0].recv(64):
+                pass
+
+    def end(self) -> None:
+        """Nobody rings or hears any more. May be called twice."""
+        for end in self.bell:
+            end.close()

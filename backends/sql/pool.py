@@ -2,7 +2,7 @@
 
 A server gives each connection a process or a thread, and has a hundred of them for everybody. So
 one that has not been used for a moment is closed, by a thread that ends with it; and one that was
-opened for a single call, such as a beat, is closed with the call.
+opened for a beat, which comes alone, is closed with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ import sqlalchemy as sa
 logger = logging.getLogger(__name__)
 
 
+SLOW_CALLS = 5
+"""Where calls are slow, what comes between two of them is slow too: an unused connection is kept
+for as long as so many calls, or a crowd that is slow would become slower by connecting anew."""
+SLOW_SECONDS_MAX = 10.0
+
+
 class Pool:
     """Connections of one engine, which has no pool of its own."""
 
@@ -30,13 +36,17 @@ class Pool:
         self._idle: list[sa.Connection] = []
         self._is_disposed = False
         self._last_used = time.monotonic()
+        self._last_call_seconds = 0.0
 
     @contextmanager
-    def connection(self, deadline: float) -> Iterator[sa.Connection]:
-        """A connection; given back, or closed where it may not be as it was."""
+    def connection(self, deadline: float, *, alone: bool = False) -> Iterator[sa.Connection]:
+        """A connection; given back, or closed where it may not be as it was. Where the call
+        comes ``alone``, none is kept for the next one."""
         if not self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise sa.exc.TimeoutError("all connections of this process are in use")
         try:
+            begun = time.monotonic()
+            is_lonely = alone and self._is_over(begun)
             connection = self._take()
             is_good = False
             try:
@@ -44,7 +54,7 @@ class Pool:
                 connection.rollback()
                 is_good = True
             finally:
-                self._give_back(connection, is_good)
+                self.give_back(connection, is_good and not is_lonely, begun)
         finally:
             self._slots.release()
 
@@ -53,20 +63,39 @@ class Pool:
         """Whether a connection is open that nobody uses."""
         return bool(self._idle)
 
-    def close_idle(self, seconds: float = 0.0) -> bool:
-        """Close what has not been used for so long; whether nothing is left to be closed."""
+    def close_idle(self) -> bool:
+        """Close what has not been used for a while; whether nothing is left to be closed."""
         with self._lock:
-            if time.monotonic() - self._last_used < seconds:
+            if not self._is_over(time.monotonic()):
                 return not self._idle
+        self._close_all()
+        return True
+
+    def _is_over(self, now: float) -> bool:
+        if self._idle_seconds is None:
+            return False
+        slowly = min(SLOW_CALLS * self._last_call_seconds, SLOW_SECONDS_MAX)
+        return now - self._last_used > max(self._idle_seconds, slowly)
+
+    def _close_all(self) -> None:
+        with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
             _close(connection)
-        return True
 
     def dispose(self) -> None:
         """Close all; what is in use, when it is given back."""
         self._is_disposed = True
-        self.close_idle()
+        self._close_all()
+
+    def take(self, connection: sa.Connection) -> bool:
+        """Take this very connection out, for longer than a call; whether it was there and
+        unused."""
+        with self._lock:
+            if connection not in self._idle:
+                return False
+            self._idle.remove(connection)
+            return True
 
     def _take(self) -> sa.Connection:
         with self._lock:
@@ -74,16 +103,16 @@ class Pool:
                 return self._idle.pop()
         return self.engine.connect()
 
-    def _give_back(self, connection: sa.Connection, is_good: bool) -> None:
-        now = time.monotonic()
+    def give_back(
+        self, connection: sa.Connection, is_kept: bool, begun: float | None = None
+    ) -> None:
+        """End the use of a connection, which is closed where it may not be as it was; ``begun``
+        is when a call began that used it."""
         with self._lock:
-            is_lonely = self._idle_seconds is not None and (
-                now - self._last_used > self._idle_seconds
-            )
-            self._last_used = now
-            if is_good and not (
-                is_lonely or self._is_disposed or connection.invalidated or connection.closed
-            ):
+            self._last_used = time.monotonic()
+            if begun is not None:
+                self._last_call_seconds = self._last_used - begun
+            if is_kept and not (self._is_disposed or connection.invalidated or connection.closed):
                 self._idle.append(connection)
                 return
         _close(connection)

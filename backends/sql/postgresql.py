@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +23,9 @@ import sqlalchemy as sa
 from psycopg.waiting import Ready, Wait
 from sqlalchemy.dialects import postgresql
 
-from rdzv.backends.sql.base import ChangeSignal, Pace
-from rdzv.backends.sql.listen import Listener
+from rdzv.backends.sql.base import Answer, ChangeSignal, Pace
+from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
+from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.server import (
     OVERCROWDED,
@@ -94,6 +96,8 @@ class PostgresqlDialect(ServerDialect):
         "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000 AS BIGINT)", sa.BigInteger
     )
     default_port = 5432
+    can_send = True
+    roster_pace = Pace(0.02, 0.25, 0.1)
     keys_per_statement_max = 10_000
     advice = {  # noqa: RUF012
         "28P01": WRONG_PASSWORD,
@@ -125,7 +129,7 @@ class PostgresqlDialect(ServerDialect):
         hosts = str(named.get("host") or "").count(",") + 1
         allowed = float(named.get("connect_timeout") or math.inf)
         seconds = min(self.request_seconds / hosts, allowed)
-        named = {**named, "connect_timeout": max(2, math.ceil(seconds))}
+        named = {**_with_addresses(named, seconds), "connect_timeout": max(2, math.ceil(seconds))}
         try:
             connection = Connection.connect(
                 *positional, **named, autocommit=True, prepare_threshold=None
@@ -147,7 +151,7 @@ class PostgresqlDialect(ServerDialect):
         return next((code for words, code in _WORDS if words in str(cause)), None)
 
     def is_transient(self, error: BaseException) -> bool:
-        return super().is_transient(error) or isinstance(error, _StaleConnection)
+        return super().is_transient(error) or isinstance(error, StaleConnection)
 
     @contextmanager
     def making(self, connection: sa.Connection, seconds: float) -> Iterator[None]:
@@ -169,20 +173,47 @@ class PostgresqlDialect(ServerDialect):
         driver.deadline = time.monotonic() + seconds
         if not write:
             return
-        limit = max(1, round(seconds * 1000))
-        names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
-        limits = "".join(f"; SET LOCAL {name} = {limit}" for name in names)
-        try:
-            driver.execute(f"BEGIN ISOLATION LEVEL READ COMMITTED{limits}")
-        except psycopg.OperationalError as error:
-            if driver.closed and time.monotonic() < driver.deadline:
-                # It had been closed while it was idle; to begin changes nothing.
-                raise _StaleConnection(str(error)) from error
-            raise
+        # To begin changes nothing.
+        with unless_stale(driver):
+            driver.execute(_begin(seconds))
+
+    def send(
+        self,
+        connection: sa.Connection,
+        written: Sequence[sa.Executable],
+        read: Sequence[sa.Executable],
+        values: dict[str, Any],
+        seconds: float,
+    ) -> list[Answer]:
+        self.begin(connection, False, seconds)
+        driver: Any = connection.connection.driver_connection
+        cursor = psycopg.ClientCursor(driver)
+        texts = [self._text(cursor, each, values) for each in (*written, *read)]
+        texts.insert(len(written), "COMMIT")
+        answers: list[Answer] = []
+        with unless_stale(driver):
+            cursor.execute("; ".join((_begin(driver.deadline - time.monotonic()), *texts)))
+            while True:
+                rows = cursor.fetchall() if cursor.description else ()
+                answers.append(Answer(cursor.rowcount, rows))
+                if not cursor.nextset():
+                    break
+        answers = answers[len(answers) - len(texts) :]
+        del answers[len(written)]
+        return answers
+
+    def _text(
+        self, cursor: psycopg.ClientCursor[Any], statement: Any, values: dict[str, Any]
+    ) -> str:
+        compiled = _compiled.get(statement)
+        if compiled is None:
+            compiled = _compiled[statement] = statement.compile(dialect=self._sqlalchemy)
+        given = {name: values.get(name, default) for name, default in compiled.params.items()}
+        return cursor.mogrify(compiled.string, given)
 
     def signal(self) -> ChangeSignal:
         pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.02, 2.0, 0.2)
-        return Listener(self.connect, self.code, self.request_seconds, pooled, crowded)
+        return Listener(self.code, self.request_seconds, pooled, crowded)
 
     def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:
         if topics:
@@ -199,6 +230,49 @@ class PostgresqlDialect(ServerDialect):
         return statement.on_conflict_do_update(index_elements=keys, set_=others)
 
 
+_compiled: dict[Any, Any] = {}
+"""Statements that are :meth:`PostgresqlDialect.send`\\ t; there are few."""
+
+
+def _begin(seconds: float) -> str:
+    limit = max(1, round(seconds * 1000))
+    names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
+    limits = "".join(f"; SET LOCAL {name} = {limit}" for name in names)
+    return f"BEGIN ISOLATION LEVEL READ COMMITTED{limits}"
+
+
+def _with_addresses(named: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """The same hosts, each with its addresses, looked up within so many seconds each. A host that
+    is not found stays out, unless none is found."""
+    hosts = str(named.get("host") or "")
+    if not hosts or named.get("hostaddr") or all(map(_needs_no_look_up, hosts.split(","))):
+        return dict(named)
+    ports = str(named.get("port") or "").split(",")
+    found: list[tuple[str, str, str]] = []
+    trouble: OSError | None = None
+    for index, host in enumerate(hosts.split(",")):
+        port = ports[index] if len(ports) > 1 else ports[0]
+        if host.startswith("/"):
+            found.append((host, "", port))
+            continue
+        try:
+            found += [(host, address, port) for address in addresses(host, seconds)]
+        except OSError as error:
+            trouble = error
+    if not found and trouble is not None:
+        raise psycopg.OperationalError(str(trouble))
+    names, numbers, ports_of = (",".join(column) for column in zip(*found, strict=True))
+    return {**named, "host": names, "hostaddr": numbers, "port": ports_of}
+
+
+def _needs_no_look_up(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host.startswith("/")
+    return True
+
+
 _WORDS = (
     ("too many clients", TOO_MANY_CONNECTIONS),
     ("remaining connection slots", TOO_MANY_CONNECTIONS),
@@ -207,7 +281,3 @@ _WORDS = (
     ("authentication failed", "28P01"),
     ("no password supplied", "28P01"),
 )
-
-
-class _StaleConnection(psycopg.OperationalError):
-    """It was closed before anything was asked on it."""

@@ -36,7 +36,8 @@ class Run:
         runs = tables.runs
         self._touch_seconds = lifetime_seconds / TOUCHES_PER_LIFETIME
         # The next touch may come that much later than the last sign of life.
-        lifetime = round((lifetime_seconds + self._touch_seconds) * 1000)
+        self.lifetime = lifetime = round((lifetime_seconds + self._touch_seconds) * 1000)
+        """In milliseconds, from the last touch on."""
         self._touched_at, self._failed_count = float("-inf"), 0
         until = dialect.now + lifetime
         # Others may keep the same run for longer.
@@ -57,12 +58,8 @@ class Run:
         )
         self._lock = sa.select(runs.c.run_key).where(runs.c.run_key == self.key).with_for_update()
         self._arrivals = sa.select(runs.c.arrivals).where(runs.c.run_key == self.key)
-        self._overdue = (
-            sa.select(runs.c.run_key)
-            .where(runs.c.alive_until < dialect.now)
-            .order_by(runs.c.alive_until)
-            .limit(SWEEP_RUNS_MAX)
-        )
+        self._overdue = sa.select(runs.c.run_key).where(runs.c.alive_until < dialect.now)
+        self._overdue = self._overdue.order_by(runs.c.alive_until).limit(SWEEP_RUNS_MAX)
         self._still_overdue = (
             sa.select(runs.c.run_key)
             .where(
@@ -85,14 +82,27 @@ class Run:
 
     def touch(self, connection: sa.Connection, *, must: bool = False) -> None:
         """Keep the run's records, where that is due or a ``must``."""
-        # A failed transaction may have been the one that touched, and a database that was
-        # replaced knows nothing of it.
-        now, failed_count = time.monotonic(), self._database.failed_count
-        is_due = now - self._touched_at >= self._touch_seconds
-        if must or is_due or failed_count != self._failed_count:
+        if must or self.is_touch_due:
             if connection.execute(self._touch).rowcount == 0:
                 connection.execute(self._insert, {"new_revision": unique()})
-            self._touched_at, self._failed_count = now, failed_count
+            self.touched()
+
+    @property
+    def is_touch_due(self) -> bool:
+        """Whether a sign of life has to move the time that the run's records may go."""
+        # A failed transaction may have been the one that touched, and a database that was
+        # replaced knows nothing of it.
+        is_due = time.monotonic() - self._touched_at >= self._touch_seconds
+        return is_due or self._database.failed_count != self._failed_count
+
+    def touched(self) -> None:
+        """The records are kept from now on."""
+        self._touched_at, self._failed_count = time.monotonic(), self._database.failed_count
+
+    def make(self) -> None:
+        """Make the row where it is missing."""
+        values = {"new_revision": unique()}
+        self._database.write(lambda c: c.execute(self._insert, values))
 
     def change_roster(self, connection: sa.Connection) -> int:
         """Move the roster's revision; return a number larger than any returned before."""
@@ -100,7 +110,7 @@ class Run:
         if connection.execute(self._change, values).rowcount == 0:
             connection.execute(self._insert, values)
             connection.execute(self._change, values)
-        self._touched_at, self._failed_count = time.monotonic(), self._database.failed_count
+        self.touched()
         return int(connection.execute(self._arrivals).scalar_one())
 
     def sweep(self) -> None:

@@ -49,6 +49,7 @@ class ServerDialect(Dialect):
     connections_max = CONNECTIONS_MAX
     idle_seconds = IDLE_SECONDS
     can_skip_locked = True
+    can_share = True
     advice: Mapping[Any, str] = {}
     """What to do about an error, by the driver's code."""
     missing_table: frozenset[Any] = frozenset()

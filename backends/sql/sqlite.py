@@ -261,7 +261,10 @@ class DataVersion(ChangeSignal):
         self._mark: tuple[int, int] = (0, 0)
         self._looked_at = float("-inf")
 
-    def mark(self, topics: Sequence[str]) -> tuple[int, int]:
+    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> tuple[int, int]:
+        return self._version()
+
+    def _version(self) -> tuple[int, int]:
         with self._lock:
             if time.monotonic() - self._looked_at < PACE.first_seconds / 2:
                 return self._mark
@@ -283,7 +286,7 @@ class DataVersion(ChangeSignal):
         is_over: Callable[[], bool],
     ) -> None:
         begun = time.monotonic()
-        while not is_over() and self.mark(topics) == mark:
+        while not is_over() and self._version() == mark:
             slept = time.monotonic() - begun
             if slept >= seconds:
                 return

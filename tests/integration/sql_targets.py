@@ -106,6 +106,12 @@ def asked(server: Any, question: str) -> Any:
         return connection.execute(sa.text(question)).scalar()
 
 
+def listens(backend: Any) -> bool:
+    """Whether the server is to tell this backend or store of changes. The server itself shows each
+    session's last statement only, and not who listens."""
+    return backend._database._signal._line is not None
+
+
 def ours(server: Any, state: str = "") -> int:
     """Connections to a PostgreSQL server, but for the one that asks."""
     return int(

@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rdzv.backends.sql import SqlBackend
 from rdzv.backends.sql.base import Polling
 from rdzv.conformance.servers.base import DATABASE
+from rdzv.conformance.store_kit import Background
 from rdzv.ports import Entry, Question
+from rdzv.stores.sql import create_backend
 
 from .operations import crowd, meet, until
-from .sql_targets import empty_server
+from .sql_targets import empty_server, listens, ours
 
 TTL_SECONDS = 60.0
 NODES = (8, 128)
@@ -62,7 +65,15 @@ def statements_of(server: Any, nodes: int) -> tuple[int, float]:
         def count(*arguments: Any) -> None:
             made.append(arguments[2])
 
+        dialect: Any = backend._database.dialect
+        send = dialect.send
+
+        def counted_send(connection: Any, written: Any, read: Any, *arguments: Any) -> Any:
+            made.extend(map(str, (*written, *read)))
+            return send(connection, written, read, *arguments)
+
         sa.event.listen(pool.engine, "before_cursor_execute", count)
+        dialect.send = counted_send
         try:
             backend.announce(Entry("me", b"", "round"), TTL_SECONDS, Question("node0", "round"))
             of_an_announcement = len(made)
@@ -166,3 +177,65 @@ def test_a_server_is_asked_as_much_by_a_node_among_8_and_among_128(
     assert many.join <= GROWTH_MAX * few.join + JOIN_MORE, told
     assert few.idle_minute > 0.75 * 60 / INTERVAL_SECONDS, f"every beat is counted: {told}"
     assert many.idle_minute <= GROWTH_MAX * few.idle_minute, told
+
+
+# ------------------------------------------------------------------------------------ in one node
+
+
+def test_calls_that_are_slow_share_a_connection(server: Any, opened: Any) -> None:
+    """Else a crowd that is slow connects for each call, and becomes slower."""
+    backend = opened(SqlBackend(server.endpoint(), "run"))
+    backend.open()
+    nap = "pg_sleep(1.2)" if server.backend == "postgresql" else "sleep(1.2)"
+    who = "pg_backend_pid()" if server.backend == "postgresql" else "connection_id()"
+    question = sa.text(f"SELECT {who}, {nap}")
+    connections = [backend._database.read(lambda c: c.execute(question).one()[0]) for _ in range(3)]
+    assert len(set(connections)) == 1
+
+
+def test_who_waits_on_does_not_look_as_often_as_at_first(
+    request: pytest.FixtureRequest, opened: Any
+) -> None:
+    """MySQL tells nobody, and a node waits in slices of a keep-alive interval."""
+    backend = opened(SqlBackend(empty_server(request, "mysql").endpoint(), "run"))
+    _, token, _ = backend.set_state(b"0")
+    looks = itertools.count()
+    read = backend._database.read
+
+    def counted(work: Any) -> Any:
+        next(looks)
+        return read(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend._database, "read", counted)
+        backend.wait_for_change(token, 1.0)
+        at_first = next(looks)
+        backend.wait_for_change(token, 1.0)
+        later = next(looks) - at_first - 1
+        assert 0 < later <= 10
+        backend.set_state(b"1", token)
+        assert backend.wait_for_change(token, 1.0) is not None
+        before = next(looks)
+        assert backend.wait_for_change(backend.get_state()[1], 1.0) is None
+        assert next(looks) - before > later, "for something else it looks often again"
+
+
+def test_a_backend_and_its_store_share_a_connection(
+    request: pytest.FixtureRequest, opened: Any
+) -> None:
+    server = empty_server(request, "postgresql")
+    parameters = RendezvousParameters(server.backend, server.endpoint(), "run", 1, 1)
+    backend, store = map(opened, create_backend(parameters))
+    backend.set_state(b"0")
+    waiting = Background(lambda: store.get("key"))
+    until(lambda: listens(backend) and ours(server) == 1)
+    backend.set_state(b"1", backend.get_state()[1])
+    store.set("key", "value")
+    assert waiting.result() == b"value"
+    assert ours(server) <= 2, "one that listens, and one for who asked meanwhile"
+    store.close()
+    assert backend.get_state() is not None
+    backend.close()
+    assert store.get("key") == b"value", "it opens anew"
+    store.close()
+    until(lambda: ours(server) == 0)

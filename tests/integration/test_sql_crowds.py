@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from rdzv.backends.sql import SqlBackend, SqlOptions
+from rdzv.backends.sql import SqlBackend, SqlOptions, names
 from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.servers.technologies import PostgreSQL
@@ -145,3 +146,43 @@ def a_server_is_lost_and_another_turns_read_only(
     backend.close()
     assert backend.get_state() is not None
     assert asked(first, "SELECT count(*) FROM rdzv_states") == 1
+
+
+def test_a_name_whose_look_up_hangs_costs_a_request_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    server = empty_server(request, "postgresql")
+    host, port = server.address
+    answered = threading.Event()
+
+    def hang(name: str) -> tuple[str, ...]:
+        answered.wait(60.0)
+        return (host,)
+
+    monkeypatch.setattr(names, "resolve", hang)
+    options = SqlOptions(keep_alive_interval_seconds=1.0)
+    url = f"postgresql://rdzv:rdzv@server.example:{port}/rdzv"
+    with contextlib.closing(SqlBackend(url, "run", options)) as backend:
+        started = time.monotonic()
+        with pytest.raises(RendezvousConnectionError, match=r"server\.example.*not looked up"):
+            backend.get_state()
+        assert time.monotonic() - started < 20
+        answered.set()
+        assert reach(backend.get_state) is None, "by the address that the name leads to"
+
+
+def test_of_several_names_those_are_tried_that_lead_somewhere(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    server = empty_server(request, "postgresql")
+    host, port = server.address
+
+    def resolve(name: str) -> tuple[str, ...]:
+        if name == "gone.example":
+            raise OSError("Name or service not known")
+        return ("127.0.0.254", host)
+
+    monkeypatch.setattr(names, "resolve", resolve)
+    hosts = f"host=gone.example:{port}&host=server.example:{port}"
+    with contextlib.closing(SqlBackend(f"postgresql://rdzv:rdzv@/rdzv?{hosts}", "run")) as backend:
+        assert reach(backend.get_state) is None

@@ -26,7 +26,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
 
 from .operations import until, use_all
-from .sql_targets import TABLES, administrator, asked, drop_all, empty_server, ours
+from .sql_targets import TABLES, administrator, asked, drop_all, empty_server, listens, ours
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "sql.md"
 SERVERS = ("postgresql", "mysql")
@@ -183,8 +183,7 @@ def test_who_waits_listens_on_one_connection(postgresql: Any, opened: Any) -> No
     backend, other = opened(backend_on(postgresql)), opened(backend_on(postgresql))
     _, token, _ = backend.set_state(b"0")
     waiting = [Background(lambda: backend.wait_for_change(token, TTL_SECONDS)) for _ in range(12)]
-    until(lambda: ours(postgresql, "AND query LIKE 'LISTEN%'") == 1)
-    until(lambda: ours(postgresql) == 1)
+    until(lambda: listens(backend) and ours(postgresql) == 1)
     started = time.monotonic()
     found = other.set_state(b"1", token)[:2]
     assert [each.result() for each in waiting] == [found] * len(waiting)
@@ -206,9 +205,9 @@ def test_terminated_connections_are_replaced(postgresql: Any, opened: Any) -> No
                 told.append(str(error))
 
     waiting = Background(wait)
-    until(lambda: ours(postgresql, "AND query LIKE 'LISTEN%'") == 1)
+    until(lambda: listens(backend))
     terminate(postgresql)
-    until(lambda: ours(postgresql, "AND query LIKE 'LISTEN%'") == 1)
+    until(lambda: told and listens(backend))
     backend.get_state()
     terminate(postgresql)
     assert backend.get_state() == (b"0", token), "a read is asked again"
@@ -238,7 +237,7 @@ def test_where_connections_are_short_nobody_listens(postgresql: Any, opened: Any
         waiting = Background(lambda: backend.wait_for_change(token, TTL_SECONDS)).still_blocked()
         found = other.set_state(b"1", token)
         assert waiting.result() == found[:2]
-        assert ours(postgresql, "AND query LIKE 'LISTEN%'") == 0
+        assert not listens(backend)
     finally:
         with administrator(postgresql) as connection:
             connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))

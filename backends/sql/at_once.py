@@ -1,0 +1,159 @@
+"""A roster's calls in one message each, for databases that can: see :meth:`Dialect.send`.
+
+Of a crowd that arrives, each changes the one row that numbers the arrivals. Whoever holds its lock
+over several exchanges lets all others wait for each turn of this process. Here the server goes
+from the lock to the commit by itself. All calls may be repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+
+from rdzv.backends.sql.engine import Database
+from rdzv.backends.sql.roster import from_now, live_in, new_row, pulse_statement
+from rdzv.backends.sql.runs import Run, unique
+from rdzv.backends.sql.schema import Tables
+
+CROWD = 16
+"""Among more live nodes an arrival wakes nobody, since the server wakes every process that listens
+to anything: who waits for the roster looks again and again besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What an announcement found."""
+
+    is_new: bool
+    has_expired: bool
+    """Whether entries are there whose time is over."""
+    has_overdue: bool
+    """Whether runs are there whose time is over."""
+    pulse: Sequence[Any]
+
+
+class RosterAtOnce:
+    """The roster of one run."""
+
+    def __init__(self, database: Database, run: Run) -> None:
+        self._database, self._run = database, run
+        self._statements = _statements(database.tables, database.dialect.now)
+        self._constants = {
+            "run": run.key,
+            "lifetime": run.lifetime,
+            "topic": run.topic("roster"),
+        }
+
+    def announce(self, values: dict[str, Any]) -> Announced:
+        """Write the entry, or let it live on where it is the same."""
+        statements, is_new = self._statements, False
+        values = {**values, **self._constants, "new_revision": unique()}
+        written, read = [statements.announce], [statements.find, statements.pulse]
+        announced, found, pulse = self._database.send(written, read, values)
+        if not announced.rows:
+            self._run.make()
+            announced, found, pulse = self._database.send(written, read, values)
+        for row in announced.rows:
+            is_new = row[0]
+        has_expired, has_overdue = found.rows[0]
+        return Announced(is_new, has_expired, has_overdue, pulse.rows[0])
+
+    def beat(self, values: dict[str, Any]) -> tuple[bool, Sequence[Any]]:
+        """Let the entry live on; whether there was one, and the pulse."""
+        statements, values = self._statements, {**values, **self._constants}
+        written, read = [statements.extend], [statements.pulse]
+        extended, pulse = self._database.send(written, read, values, alone=True)
+        return extended.count == 1, pulse.rows[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Statements:
+    """The same for all runs, since to compile them takes longer than to execute them."""
+
+    announce: sa.Executable
+    extend: sa.Executable
+    find: sa.Executable
+    pulse: sa.Executable
+
+
+@functools.cache
+def _statements(tables: Tables, now: sa.ColumnElement[int]) -> _Statements:
+    run: sa.BindParameter[str] = sa.bindparam("run", type_=sa.String)
+    roster, runs = tables.roster, tables.runs
+    is_live = live_in(roster, run, now)
+    is_mine = sa.and_(is_live, roster.c.node_key == sa.bindparam("node", type_=sa.String))
+    find = sa.select(
+        sa.exists().where(roster.c.run_key == run, roster.c.expires_at <= now),
+        sa.exists().where(runs.c.alive_until < now),
+    )
+    return _Statements(
+        _announcement(tables, run, now, is_live),
+        roster.update().where(is_mine).values(expires_at=from_now(now)),
+        find,
+        pulse_statement(tables, run, now),
+    )
+
+
+def _announcement(
+    tables: Tables,
+    run: sa.ColumnElement[str],
+    now: sa.ColumnElement[int],
+    is_live: sa.ColumnElement[bool],
+) -> sa.Executable:
+    """One statement, whose row tells whether the entry is new; no row where the run has none."""
+    roster, runs = tables.roster, tables.runs
+    row = new_row(run, now)
+    same = (
+        roster.update()
+        .where(
+            is_live,
+            roster.c.node_key == row["node_key"],
+            roster.c.data == row["data"],
+            roster.c.round_label == row["round_label"],
+        )
+        .values(expires_at=row["expires_at"])
+        .returning(sa.literal_column("1").label("one"))
+        .cte("same")
+    )
+    until = now + sa.bindparam("lifetime", type_=sa.BigInteger)
+    changed = (
+        runs.update()
+        .where(runs.c.run_key == run, sa.not_(sa.exists(sa.select(same.c.one))))
+        .values(
+            revision=sa.bindparam("new_revision"),
+            arrivals=runs.c.arrivals + 1,
+            # Others may keep the same run for longer.
+            alive_until=sa.func.greatest(runs.c.alive_until, until),
+        )
+        .returning(runs.c.arrivals)
+        .cte("changed")
+    )
+    columns: dict[str, Any] = {**row, "arrival": changed.c.arrivals}
+    insert = postgresql.insert(roster).from_select(
+        list(columns), sa.select(*columns.values()).select_from(changed)
+    )
+    new: dict[str, Any] = {
+        name: insert.excluded[name] for name in columns if name not in roster.primary_key
+    }
+    # Who is live keeps its place.
+    was_live = sa.and_(roster.c.withdrawn == 0, roster.c.expires_at > now)
+    new["arrival"] = sa.case((was_live, roster.c.arrival), else_=insert.excluded.arrival)
+    put = (
+        insert.on_conflict_do_update(index_elements=list(roster.primary_key), set_=new)
+        .returning(roster.c.arrival)
+        .cte("put")
+    )
+    some: sa.Select[Any] = (
+        sa.select(sa.literal_column("1").label("one")).where(is_live).limit(CROWD + 1)
+    )
+    is_crowd = sa.select(sa.func.count() > CROWD).select_from(some.subquery()).scalar_subquery()
+    notify = sa.cast(sa.func.pg_notify(sa.bindparam("topic", type_=sa.String), ""), sa.Text)
+    told = sa.select(
+        put.c.arrival == changed.c.arrivals, sa.case((is_crowd, None), else_=notify)
+    ).select_from(put.join(changed, sa.true()))
+    return told.union_all(sa.select(sa.false(), sa.null()).select_from(same))
