@@ -17,19 +17,22 @@ so nothing is missed; a watch tells the new document itself.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.etcd_age import StateAges
-from rdzv.backends.etcd_client import EtcdConnections, Refused, end_of, range_of
+from rdzv.backends.etcd_client import EtcdConnections, Refused, within
+from rdzv.backends.etcd_operations import end_of, range_of
 from rdzv.backends.etcd_options import EtcdOptions
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
@@ -42,6 +45,23 @@ LABEL_DIGEST_CHARACTERS = 32
 PROBE_SECONDS = 10
 _MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<left_ms>\d{1,13})")
 _TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{_MARK.pattern.decode()})")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_time(
+    method: Callable[Concatenate[EtcdRendezvousBackend, P], T],
+) -> Callable[Concatenate[EtcdRendezvousBackend, P], T]:
+    """All requests of one call together take no longer than ``read_timeout``."""
+
+    @functools.wraps(method)
+    def bounded(self: EtcdRendezvousBackend, /, *arguments: P.args, **more: P.kwargs) -> T:
+        with within(self._etcd.options.read_timeout_seconds):
+            return method(self, *arguments, **more)
+
+    return bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +115,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def close(self) -> None:
         self._etcd.close()
 
+    @_in_time
     def open(self) -> None:
         """Connect, and try all that is needed later. Raises ``RendezvousConnectionError``."""
         etcd = self._etcd
@@ -107,9 +128,11 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     # -------------------------------------------------------------------------- the document
 
+    @_in_time
     def get_state(self) -> tuple[bytes, Token] | None:
         return self._document(range_of(self._etcd.read(self._etcd.get(self._state)), 0))
 
+    @_in_time
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
@@ -246,6 +269,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     # ---------------------------------------------------------------------------- the roster
 
+    @_in_time
     def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
         seconds, runs = _whole(ttl_seconds), bool(entry.round_label)
         node, row = entry.node_id, self._rows.get(entry.node_id)
@@ -267,6 +291,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             row = self._row(node, range_of(answer, 0))
         raise self._restless(node)
 
+    @_in_time
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
         seconds, row = _whole(ttl_seconds), self._rows.get(node_id)
         is_kept = row is not None and self._keep(row, seconds)
@@ -285,6 +310,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                     row, is_kept = _Row(row.entry, moved.header.revision, lease), True
         raise self._restless(node_id)
 
+    @_in_time
     def withdraw(self, node_id: str, ttl_seconds: float) -> None:
         etcd, row = self._etcd, self._rows.get(node_id)
         lease = self._grant(_whole(ttl_seconds))
@@ -306,6 +332,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             row = self._row(node_id, range_of(answer, 0))
         raise self._restless(node_id)
 
+    @_in_time
     def entries(self) -> list[Listed]:
         etcd = self._etcd
         kind = etcd.messages.RangeRequest

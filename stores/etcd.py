@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rdzv.backends.etcd import WAIT_SLICE_SECONDS_MAX, EtcdRendezvousBackend
-from rdzv.backends.etcd_client import EtcdConnections, end_of, range_of
+from rdzv.backends.etcd_client import EtcdConnections, within
+from rdzv.backends.etcd_operations import end_of, range_of
 from rdzv.backends.etcd_options import EXTRA_OPTIONS, EtcdOptions
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.settings import Settings
-from rdzv.stores.base import Store, StoreClient, Unanswered, counter_after
+from rdzv.stores.base import Store, StoreClient, Unanswered, counter_after, current_deadline
 from rdzv.torch_store import shown_keys
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _ESCAPED = {bytes([byte]): b"\x02" + bytes([byte + 3]) for byte in (0, 1, 2)}
 _UNESCAPED = {after: before for before, after in _ESCAPED.items()}
 _SPECIAL, _ESCAPES = re.compile(b"[\x00-\x02]"), re.compile(b"\x02[\x03-\x05]")
 TOO_LARGE = re.compile("too large|larger than max|too many operations")
-SHORT_SECONDS, PAUSE_SECONDS = 1.0, 0.1
+PAUSE_SECONDS = 0.1
 CONFLICT_SECONDS_FIRST, CONFLICT_SECONDS_LAST = 0.001, 0.1
 
 
@@ -310,15 +311,12 @@ class EtcdClient(StoreClient):
     ) -> tuple[list[Any], int]:
         """All of them as they were at one revision, which is returned too."""
         etcd, found, revision = self._etcd, [], 0
-        patience = etcd.options.request_seconds
-        if seconds is not None:  # a short wait is not to take long, but must have a chance
-            patience = min(patience, max(seconds, SHORT_SECONDS))
         for begin in range(0, len(ranges), OPERATIONS_MAX):
             batch = [
                 etcd.get(*each, revision=revision, **more)
                 for each in ranges[begin : begin + OPERATIONS_MAX]
             ]
-            answer = self._ask(lambda: etcd.read(*batch, seconds=patience))  # noqa: B023
+            answer = self._ask(lambda: etcd.read(*batch), seconds)  # noqa: B023
             revision = revision or answer.header.revision
             found += [range_of(answer, position) for position in range(len(batch))]
         return found, revision
@@ -350,7 +348,7 @@ class EtcdClient(StoreClient):
 
     def _written_since(self, first: bytes, end: bytes, revision: int) -> Any:
         found = self._etcd.get(first, end, keys_only=True, min_mod_revision=revision + 1)
-        return range_of(self._etcd.read(found), 0).kvs
+        return range_of(self._ask(lambda: self._etcd.read(found)), 0).kvs
 
     # ------------------------------------------------------------------------------- writing
 
@@ -460,8 +458,12 @@ class EtcdClient(StoreClient):
         key = place[len(self._keys) :].removesuffix(VALUE)
         return _ESCAPES.sub(lambda found: _UNESCAPED[found[0]], key).decode()
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
-        with self._translated():
+    def _ask(self, request: Callable[[], Any], seconds: float | None = None) -> Any:
+        """Within so many seconds, and when the store's caller wants to have the answer."""
+        patience = self._etcd.options.request_seconds if seconds is None else seconds
+        deadline = current_deadline.get()
+        left = patience if deadline is None else deadline.remaining_seconds(patience)
+        with self._translated(), within(left):
             return request()
 
     @contextmanager

@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyetcd  # type: ignore[import-untyped]
@@ -15,12 +17,14 @@ import pytest
 
 from rdzv.backends import etcd_age
 from rdzv.backends.etcd import EtcdRendezvousBackend
+from rdzv.backends.etcd_client import within
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.store_kit import Background
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
+from .etcd_servers import EtcdProcess
 from .operations import until
 from .test_etcd import TTL_SECONDS
 
@@ -168,3 +172,21 @@ def test_a_token_that_cannot_be_etcds_loses(server: Any, opened: Any) -> None:
     mark = token.partition(":")[2]
     for revision in ("0", "9" * 19, "\u0661", ""):
         assert backend.set_state(b"2", f"{revision}:{mark}") == (b"1", token, False)
+
+
+def test_one_who_is_in_a_hurry_ends_nobody_elses_call(tmp_path: Path, opened: Any) -> None:
+    with contextlib.closing(EtcdProcess(tmp_path)) as process:
+        backend = opened(EtcdRendezvousBackend(process.endpoint(), "run"))
+        _, token, _ = backend.set_state(b"1")
+        etcd = backend._etcd
+        process.pause()
+        patient = Background(partial(backend.set_state, b"2", token))
+        (link,) = etcd._links.values()
+        until(lambda: link.running)
+        with within(0.0), pytest.raises(RendezvousConnectionError, match="DEADLINE_EXCEEDED"):
+            etcd.read(etcd.get(b"x"))
+        process.resume()
+        assert patient.result()[2], "a write of somebody else was given up"
+        assert etcd._links == {}, "a new call would ask where nothing was heard"
+        backend.get_state()
+        assert etcd._silent == []
