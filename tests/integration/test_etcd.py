@@ -367,6 +367,8 @@ def test_a_node_that_has_not_heard_knows_the_age_by_the_lease(server: Any, opene
         ("etcd://host", ("host", 2379)),
         ("http://a:1;http://b:2", ("a", 1)),
         ("etcd://u:p%2C@a:1,b:2", ("a", 1)),
+        ("etcd://u:p%3Fx%40@a:1", ("a", 1)),
+        ("etcds://a:1?server_name=x@y", ("a", 1)),
         ("etcds://host:8?server_name=x", ("host", 8)),
         ("[::1]:5", ("::1", 5)),
     ],
@@ -378,7 +380,13 @@ def test_every_documented_kind_of_endpoint_is_taken(endpoint: str, route: object
 @pytest.mark.parametrize(
     ("endpoint", "says"),
     [
-        ("", "no host and port"),
+        ("", "there is none"),
+        (" ", "there is none"),
+        ("etcd://u:hunter22?x@host:1", "%3F"),
+        ("etcd://u:22?hunter22@host:1", "%3F"),
+        ("etcd://u:22?hunter22=y@host:1", "%3F"),
+        ("etcd://u:a@b?hunter22@host:1", "%3F"),
+        ("host:1?port", "port is no option"),
         ("redis://host", "scheme"),
         ("etcd://a;etcds://b", "scheme"),
         ("host:port", "no host and port"),

@@ -25,10 +25,9 @@ from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
-from .etcd_servers import EtcdProcess
+from .etcd_servers import EtcdProcess, guard
 from .operations import until
 from .test_etcd import TTL_SECONDS
-from .test_etcd_secure import guard
 
 SHORT_SECONDS = 1.0
 STUCK_SECONDS_MAX = 4.0
@@ -69,6 +68,25 @@ def test_a_server_of_ones_own_ends_with_the_program() -> None:
     ).stdout.split()
     assert not Path(f"/proc/{said[0]}").exists()
     assert not Path(said[1]).exists()
+
+
+@pytest.mark.full
+def test_a_forked_process_does_not_end_its_parents_server() -> None:
+    program = (
+        "import os, sys\n"
+        "from rdzv.backends.etcd_server import EtcdServer\n"
+        "server = EtcdServer()\nserver.start()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    server.stop()\n"
+        "    sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert os.path.isdir(server._temporary)\n"
+        "client = server.get_client()\n"
+        "client.put('kept', '1')\n"
+        "client.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_a_server_that_cannot_start_says_why(
