@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
+import grpc.experimental  # type: ignore[import-untyped]
 
 from rdzv.backends.etcd_options import Cluster, EtcdOptions
 
@@ -82,6 +83,8 @@ def channel_to(cluster: Cluster, number: int, options: EtcdOptions) -> Any:
         # Connections of our own: gRPC would share them, broken ones too.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
+        # Whoever reads a watch waits for it itself: else there is a thread for each channel.
+        (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
     ]
     if not cluster.secure:
         return grpc.insecure_channel(place, options=settings)

@@ -164,7 +164,12 @@ class EtcdConnections(EtcdOperations):
         return self.call("Txn", request, reads=reads)
 
     def write(
-        self, compare: Sequence[Any], success: Sequence[Any], failure: Sequence[Any] = ()
+        self,
+        compare: Sequence[Any],
+        success: Sequence[Any],
+        failure: Sequence[Any] = (),
+        *,
+        reads: bool = False,
     ) -> Any:
         """A transaction whose keys hang on the run's lease, which is made if it is missing.
 
@@ -172,11 +177,11 @@ class EtcdConnections(EtcdOperations):
         """
         self.refresh()
         try:
-            return self.transact(compare, success, failure)
+            return self.transact(compare, success, failure, reads=reads)
         except Refused:
             self._make_run_lease()
         try:
-            return self.transact(compare, success, failure)
+            return self.transact(compare, success, failure, reads=reads)
         except Refused as error:  # it is another lease that is gone
             self._raise(error)
 
@@ -263,8 +268,10 @@ class EtcdConnections(EtcdOperations):
         seconds = self.options.lease_seconds
         request = self.messages.LeaseGrantRequest(TTL=seconds, ID=self.run_lease)
         now = time.monotonic()
-        with contextlib.suppress(Refused):  # somebody else made it
+        try:
             self._next_refresh(now, self.call("LeaseGrant", request, reads=True).TTL)
+        except Refused:  # somebody else made it
+            self.refresh()
 
     def _next_refresh(self, now: float, lives_seconds: int) -> None:
         """When the run's lease, which may be another node's, is to be kept alive again."""

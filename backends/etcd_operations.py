@@ -7,10 +7,18 @@ the messages are taken, which may be loaded once in a process.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 FAMILY_MODULE = "pyetcd"
+LABEL_DIGEST_CHARACTERS = 32
+REQUEST_BYTES_MAX = 1_000_000
+"""What is put into one request: etcd's default limit is 1.5 MiB."""
+OPERATIONS_MAX = 100
+"""Of one transaction: etcd's default limit is 128."""
 
 
 class EtcdOperations:
@@ -79,3 +87,32 @@ def range_of(answer: Any, position: int) -> Any:
 def end_of(prefix: bytes) -> bytes:
     """The key after all that begin with a prefix of ours, which never ends with 255."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def batches_of(operations: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
+    """Parts of a long list that fit into one transaction each."""
+    batch: list[Any] = []
+    batch_bytes = 0
+    for operation, size_bytes in zip(operations, sizes, strict=True):
+        if batch and (len(batch) >= OPERATIONS_MAX or batch_bytes + size_bytes > REQUEST_BYTES_MAX):
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(operation)
+        batch_bytes += size_bytes
+    if batch:
+        yield batch
+
+
+def digest(label: str) -> bytes:
+    """A text of a constant size in its place."""
+    return hashlib.sha256(raw(label)).hexdigest()[:LABEL_DIGEST_CHARACTERS].encode()
+
+
+def raw(text: str) -> bytes:
+    """A text of any characters as etcd keeps it."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def whole_seconds(seconds: float) -> int:
+    """As leases count them: rather longer than shorter."""
+    return max(1, math.ceil(seconds))

@@ -31,22 +31,18 @@ import torch.distributed as dist
 
 from rdzv.backends.etcd import WAIT_SLICE_SECONDS_MAX, EtcdRendezvousBackend
 from rdzv.backends.etcd_client import EtcdConnections, within
-from rdzv.backends.etcd_operations import end_of, range_of
+from rdzv.backends.etcd_operations import OPERATIONS_MAX, batches_of, end_of, range_of
 from rdzv.backends.etcd_options import EXTRA_OPTIONS, EtcdOptions
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.settings import Settings
 from rdzv.stores.base import Store, StoreClient, Unanswered, counter_after, current_deadline
-from rdzv.torch_store import shown_keys
+from rdzv.torch_store import Deadline, shown_keys
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 __all__ = ["EXTRA_OPTIONS", "EtcdClient", "EtcdStore", "create_backend"]
 
-REQUEST_BYTES_MAX = 1_000_000
-"""What is put into one request: etcd's default limit is 1.5 MiB."""
-OPERATIONS_MAX = 100
-"""Of one transaction: etcd's default limit is 128."""
 OPERATIONS_REMEMBERED = 1024
 LIST_KEYS_MAX = 5000
 VALUE, ITEM, END = b"\x00", b"\x01", b"\x02"
@@ -140,6 +136,8 @@ class EtcdClient(StoreClient):
         self._etcd = EtcdConnections(endpoint, run_id, options or EtcdOptions(), client)
         self._keys = self._etcd.base + b"k/"
         self._lock = threading.Lock()
+        self._looked: tuple[Deadline | None, frozenset[str], int] = None, frozenset(), 0
+        """What a call of the store has not found, as it knows when it waits for it next."""
         self._begin()
         self.endpoint = self._etcd.endpoint
 
@@ -153,14 +151,17 @@ class EtcdClient(StoreClient):
         self._batches_done: dict[str, int] = {}
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        found, _ = self._read_many([(self._key(key) + VALUE, None) for key in keys], None)
+        places = [(self._key(key) + VALUE, None) for key in keys]
+        found, revision = self._read_many(places, None)
+        missing = frozenset(key for key, each in zip(keys, found, strict=True) if not each.kvs)
+        self._looked = current_deadline.get(), missing, revision
         return [each.kvs[0].value if each.kvs else None for each in found]
 
     def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
         etcd = self._etcd
         puts = [etcd.put(self._key(key) + VALUE, value) for key, value in pairs]
         sizes = [put.ByteSize() for put in puts]
-        batches = list(_batches(puts, sizes))
+        batches = list(batches_of(puts, sizes))
         with self._lock:
             done = self._batches_done.pop(operation, 0)
         try:
@@ -269,7 +270,10 @@ class EtcdClient(StoreClient):
 
     def wait_for_keys(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
         deadline = time.monotonic() + timeout_seconds
-        missing, revision = self._missing(keys, timeout_seconds)
+        asker, absent, revision = self._looked
+        missing = list(keys)
+        if asker is None or asker is not current_deadline.get() or not absent.issuperset(keys):
+            missing, revision = self._missing(keys, timeout_seconds)
         while missing and (left := deadline - time.monotonic()) > 0:
             places = {self._key(key): key for key in missing}
             first, last = min(places), max(places) + END
@@ -328,9 +332,12 @@ class EtcdClient(StoreClient):
         anything in the range: at once if so, False after a while."""
         seconds, closings = min(seconds, WAIT_SLICE_SECONDS_MAX), self._etcd.closings
         try:
-            for event in self._etcd.watch(first, end, revision + 1, seconds, puts=True):
-                is_late = isinstance(event, int)
-                written = self._written_since(first, end, revision) if is_late else [event.kv]
+            # From now on, and a look then: of what was before, etcd tells up to 100 ms later.
+            for event in self._etcd.watch(first, end, 0, seconds, puts=True):
+                if isinstance(event, int):
+                    written = self._written_since(first, end, revision)
+                else:
+                    written = [event.kv] if event.kv.mod_revision > revision else []
                 if awaited is None and written:
                     return True
                 for kv in written:
@@ -482,17 +489,3 @@ def _pause(conflicts: int) -> None:
     """Let others go first, the longer the more there are."""
     most = min(CONFLICT_SECONDS_LAST, CONFLICT_SECONDS_FIRST * 2.0**conflicts)
     time.sleep(random.uniform(0.0, most))
-
-
-def _batches(operations: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
-    """Parts of a long list that fit into one transaction each."""
-    batch: list[Any] = []
-    batch_bytes = 0
-    for operation, size_bytes in zip(operations, sizes, strict=True):
-        if batch and (len(batch) >= OPERATIONS_MAX or batch_bytes + size_bytes > REQUEST_BYTES_MAX):
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(operation)
-        batch_bytes += size_bytes
-    if batch:
-        yield batch

@@ -15,7 +15,7 @@ from typing import Any
 import pyetcd  # type: ignore[import-untyped]
 import pytest
 
-from rdzv.backends import etcd_age
+from rdzv.backends import etcd_follow
 from rdzv.backends.etcd import EtcdRendezvousBackend
 from rdzv.backends.etcd_client import within
 from rdzv.conformance.plugin import server_or_not_run
@@ -126,8 +126,8 @@ def test_a_watch_that_ends_by_its_deadline_is_no_failure(server: Any, opened: An
 def test_a_watch_that_ends_by_its_deadline_is_renewed_without_a_pause(
     server: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_age, "WATCH_SECONDS_MAX", 1.0)
-    monkeypatch.setattr(etcd_age, "PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(etcd_follow, "WATCH_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(etcd_follow, "PAUSE_SECONDS_FIRST", 1000.0)
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "renewed"))
     watch, begun = backend._etcd.watch, []
 
@@ -161,7 +161,7 @@ def test_a_start_that_took_longer_than_its_lease_is_a_documented_error(
     server: Any, opened: Any
 ) -> None:
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "stopped at the start"))
-    backend._etcd.grant = lambda _: (NO_LEASE, 1)
+    backend._etcd.put = partial(backend._etcd.put, lease=NO_LEASE)
     with pytest.raises(RendezvousConnectionError, match="lease not found"):
         backend.open()
 
