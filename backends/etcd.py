@@ -11,25 +11,23 @@ Theory. Every operation on the records is one transaction. Below the run's prefi
   counting, under the same lease; ``g/<node>`` are tombstones.
 * ``r``, written with every change of the roster: its revision is the roster's.
 
-``r`` and ``s`` are neighbours, so one watch hears of both. Who waits looks once its watch is there,
-so nothing is missed; a watch tells the new document itself.
+``r`` and ``s`` are neighbours, so one watch hears of both; one that hears of ``s`` alone stays
+(:mod:`rdzv.backends.etcd_follow`). Who waits looks once its watch is there, so nothing is missed.
 """
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.etcd_age import StateAges
-from rdzv.backends.etcd_client import EtcdConnections, Refused, within
+from rdzv.backends.etcd_client import EtcdConnections, Refused, in_time
 from rdzv.backends.etcd_follow import Follower
 from rdzv.backends.etcd_operations import digest, end_of, range_of, raw, whole_seconds
 from rdzv.backends.etcd_options import EtcdOptions
@@ -42,23 +40,6 @@ TRIES_MAX = 8
 PAUSE_SECONDS = 0.1
 _MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<left_ms>\d{1,13})")
 _TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{_MARK.pattern.decode()})")
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _in_time(
-    method: Callable[Concatenate[EtcdRendezvousBackend, P], T],
-) -> Callable[Concatenate[EtcdRendezvousBackend, P], T]:
-    """All requests of one call together take no longer than ``read_timeout``."""
-
-    @functools.wraps(method)
-    def bounded(self: EtcdRendezvousBackend, /, *arguments: P.args, **more: P.kwargs) -> T:
-        with within(self._etcd.options.read_timeout_seconds):
-            return method(self, *arguments, **more)
-
-    return bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +89,18 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def endpoint(self) -> str:
         return self._etcd.endpoint
 
+    @property
+    def connections(self) -> EtcdConnections:
+        """For a store of the same run beside it."""
+        return self._etcd
+
     def route(self) -> tuple[str, int] | None:
         return self._etcd.route()
 
     def close(self) -> None:
         self._etcd.close()
 
-    @_in_time
+    @in_time
     def open(self) -> None:
         """Connect, and try all that is needed later. Raises ``RendezvousConnectionError``."""
         etcd = self._etcd
@@ -123,11 +109,11 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     # -------------------------------------------------------------------------- the document
 
-    @_in_time
+    @in_time
     def get_state(self) -> tuple[bytes, Token] | None:
         return self._document(range_of(self._etcd.read(self._etcd.get(self._state)), 0))
 
-    @_in_time
+    @in_time
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
@@ -281,7 +267,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     # ---------------------------------------------------------------------------- the roster
 
-    @_in_time
+    @in_time
     def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
         seconds, runs = whole_seconds(ttl_seconds), bool(entry.round_label)
         node, row = entry.node_id, self._rows.get(entry.node_id)
@@ -303,7 +289,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             row = self._row(node, range_of(answer, 0))
         raise self._restless(node)
 
-    @_in_time
+    @in_time
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
         seconds, row = whole_seconds(ttl_seconds), self._rows.get(node_id)
         is_kept = row is not None and self._keep(row, seconds)
@@ -323,7 +309,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                     row, is_kept = _Row(row.entry, moved.header.revision, lease), True
         raise self._restless(node_id)
 
-    @_in_time
+    @in_time
     def withdraw(self, node_id: str, ttl_seconds: float) -> None:
         etcd, row = self._etcd, self._rows.get(node_id)
         lease = self._grant(whole_seconds(ttl_seconds))
@@ -345,7 +331,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             row = self._row(node_id, range_of(answer, 0))
         raise self._restless(node_id)
 
-    @_in_time
+    @in_time
     def entries(self) -> list[Listed]:
         etcd = self._etcd
         kind = etcd.messages.RangeRequest

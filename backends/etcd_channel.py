@@ -5,6 +5,11 @@ All streaming methods are called with one request, which needs no thread here.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -14,6 +19,8 @@ from rdzv.backends.etcd_options import Cluster, EtcdOptions
 
 PING_SECONDS, PING_ANSWER_SECONDS = 7.0, 3.0
 """etcd ends connections that ping it more often than every five seconds."""
+CALLS_MAX = 8
+TURN_SECONDS_MAX = 1.0
 METHODS = {
     "Range": ("KV", "RangeRequest", "RangeResponse"),
     "Txn": ("KV", "TxnRequest", "TxnResponse"),
@@ -23,6 +30,37 @@ METHODS = {
     "Authenticate": ("Auth", "AuthenticateRequest", "AuthenticateResponse"),
     "Watch": ("Watch", "WatchRequest", "WatchResponse"),
 }
+
+
+class _Gate:
+    """How many calls wait for answers at once, in this process."""
+
+    def __init__(self) -> None:
+        self.renew()
+        os.register_at_fork(
+            after_in_child=self.renew
+        )  # places may be taken by threads that are gone
+
+    def renew(self) -> None:
+        self.places = threading.BoundedSemaphore(CALLS_MAX)
+
+
+_gate = _Gate()
+
+
+@contextmanager
+def _turn(seconds: float) -> Iterator[float]:
+    """One's turn to call, and how many of these seconds are left for it.
+
+    A thread that waits for an answer in gRPC takes Python's lock five times a second, so hundreds
+    of nodes in one process would do little else. Calls to a server that hangs keep nobody long."""
+    places, started = _gate.places, time.monotonic()
+    is_ours = places.acquire(timeout=min(seconds / 2, TURN_SECONDS_MAX))
+    try:
+        yield max(seconds - (time.monotonic() - started), 0.001)
+    finally:
+        if is_ours:
+            places.release()
 
 
 class Link:
@@ -46,7 +84,8 @@ class Link:
         call = object()
         self.running.add(call)
         try:
-            return self._calls[method](request, timeout=seconds, metadata=metadata)
+            with _turn(seconds) as left:
+                return self._calls[method](request, timeout=left, metadata=metadata)
         finally:
             self.running.discard(call)
 

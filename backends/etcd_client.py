@@ -18,14 +18,15 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 
@@ -83,6 +84,29 @@ def within(seconds: float) -> Iterator[None]:
         yield
     finally:
         _ends_at.reset(token)
+
+
+class Connected(Protocol):
+    """Whoever makes its calls by these connections."""
+
+    @property
+    def connections(self) -> EtcdConnections: ...
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C", bound=Connected)
+
+
+def in_time(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
+    """All requests of one call of the method together take no longer than ``read_timeout``."""
+
+    @functools.wraps(method)
+    def bounded(self: C, /, *arguments: P.args, **more: P.kwargs) -> T:
+        with within(self.connections.options.read_timeout_seconds):
+            return method(self, *arguments, **more)
+
+    return bounded
 
 
 class EtcdConnections(EtcdOperations):

@@ -71,12 +71,13 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
         backend.close()
         raise
     timeout = timedelta(seconds=settings.read_timeout_seconds)
-    return backend, EtcdStore(endpoint, run_id, timeout, options=options)
+    return backend, EtcdStore(endpoint, run_id, timeout, options=options, beside=backend)
 
 
 class EtcdStore(Store):
     """The keys of one run id on etcd v3. ``client`` may be an object of etcd3's family, which is
-    used then, and not closed."""
+    used then, and not closed. With ``beside``, a backend of the same run, both use one connection,
+    and each ends with its ``close()`` what the other waits for; the store then asks anew."""
 
     def __init__(
         self,
@@ -86,8 +87,13 @@ class EtcdStore(Store):
         *,
         options: EtcdOptions | None = None,
         client: Any = None,
+        beside: EtcdRendezvousBackend | None = None,
     ) -> None:
-        super().__init__(EtcdClient(endpoint, run_id, options, client), timeout=timeout)
+        if beside is None:
+            connections = EtcdConnections(endpoint, run_id, options or EtcdOptions(), client)
+        else:
+            connections = beside.connections
+        super().__init__(EtcdClient(connections), timeout=timeout)
 
 
 class _NotYet:
@@ -130,10 +136,8 @@ class EtcdClient(StoreClient):
 
     value_bytes_max = 1_400_000
 
-    def __init__(
-        self, endpoint: str, run_id: str, options: EtcdOptions | None = None, client: Any = None
-    ) -> None:
-        self._etcd = EtcdConnections(endpoint, run_id, options or EtcdOptions(), client)
+    def __init__(self, connections: EtcdConnections) -> None:
+        self._etcd = connections
         self._keys = self._etcd.base + b"k/"
         self._lock = threading.Lock()
         self._looked: tuple[Deadline | None, frozenset[str], int] = None, frozenset(), 0

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ import pytest
 
 from rdzv.backends import etcd_follow
 from rdzv.backends.etcd import EtcdRendezvousBackend
+from rdzv.backends.etcd_channel import CALLS_MAX
 from rdzv.backends.etcd_client import within
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.store_kit import Background
@@ -190,3 +192,21 @@ def test_one_who_is_in_a_hurry_ends_nobody_elses_call(tmp_path: Path, opened: An
         assert etcd._links == {}, "a new call would ask where nothing was heard"
         backend.get_state()
         assert etcd._silent == []
+
+
+def test_calls_that_hang_do_not_keep_those_to_another_server(
+    tmp_path: Path, server: Any, opened: Any
+) -> None:
+    with contextlib.closing(EtcdProcess(tmp_path)) as process:
+        hanging = opened(EtcdRendezvousBackend(process.endpoint(), "run"))
+        hanging.set_state(b"1")
+        other = opened(EtcdRendezvousBackend(server.endpoint(), "run"))
+        other.set_state(b"1")
+        (link,) = hanging._etcd._links.values()
+        process.pause()
+        for _ in range(2 * CALLS_MAX):
+            Background(hanging.get_state)
+        until(lambda: len(link.running) >= CALLS_MAX)
+        started = time.monotonic()
+        assert other.get_state()[0] == b"1"
+        assert time.monotonic() - started < hanging._etcd.options.request_seconds - 1.0
