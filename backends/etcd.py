@@ -11,14 +11,12 @@ Theory. Every operation on the records is one transaction. Below the run's prefi
   counting, under the same lease; ``g/<node>`` are tombstones.
 * ``r``, written with every change of the roster: its revision is the roster's.
 
-``r`` and ``s`` are neighbours, so one watch hears of both. Who waits looks once its watch is there,
-so nothing is missed; a watch tells the new document itself.
+``r`` and ``s`` are neighbours, so one watch hears of both; one that hears of ``s`` alone stays
+(:mod:`rdzv.backends.etcd_follow`). Who waits looks once its watch is there, so nothing is missed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import random
 import re
 import time
@@ -29,7 +27,9 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.etcd_age import StateAges
-from rdzv.backends.etcd_client import EtcdConnections, Refused, end_of, range_of
+from rdzv.backends.etcd_client import EtcdConnections, Refused, in_time
+from rdzv.backends.etcd_follow import Follower
+from rdzv.backends.etcd_operations import digest, end_of, range_of, raw, whole_seconds
 from rdzv.backends.etcd_options import EtcdOptions
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
@@ -38,8 +38,6 @@ WAIT_SLICE_SECONDS_MAX = 5.0
 """A longer wait looks in between, in case that a watch has died without a word."""
 TRIES_MAX = 8
 PAUSE_SECONDS = 0.1
-LABEL_DIGEST_CHARACTERS = 32
-PROBE_SECONDS = 10
 _MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<left_ms>\d{1,13})")
 _TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{_MARK.pattern.decode()})")
 
@@ -75,7 +73,9 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         base = self._etcd.base
         self._state, self._version, self._roster = base + b"s", base + b"v", base + b"r"
         self._nodes, self._labels, self._gone = base + b"n/", base + b"l/", base + b"g/"
-        self._ages = StateAges(self._etcd, self._version, self._version_token)
+        self._ages = StateAges(self._etcd)
+        keys = self._state, self._version
+        self._follower = Follower(self._etcd, keys, self._told, self._version_token, self._ages)
         self._rows: dict[str, _Row] = {}
         """What this object has announced, or beaten for."""
         self._granted: dict[int, int] = {}
@@ -89,27 +89,31 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def endpoint(self) -> str:
         return self._etcd.endpoint
 
+    @property
+    def connections(self) -> EtcdConnections:
+        """For a store of the same run beside it."""
+        return self._etcd
+
     def route(self) -> tuple[str, int] | None:
         return self._etcd.route()
 
     def close(self) -> None:
         self._etcd.close()
 
+    @in_time
     def open(self) -> None:
         """Connect, and try all that is needed later. Raises ``RendezvousConnectionError``."""
         etcd = self._etcd
-        lease, _ = etcd.grant(PROBE_SECONDS)
         read = etcd.get(etcd.base, end_of(etcd.base), count_only=True)
-        try:
-            etcd.transact((), [etcd.put(etcd.base + b"t", b"", lease), read], reads=True)
-        except Refused as error:  # the lease has ended: this process was stopped in between
-            raise RendezvousConnectionError(etcd.explained(error)) from error
+        etcd.write((), [etcd.put(etcd.base + b"t", b""), read], reads=True)
 
     # -------------------------------------------------------------------------- the document
 
+    @in_time
     def get_state(self) -> tuple[bytes, Token] | None:
         return self._document(range_of(self._etcd.read(self._etcd.get(self._state)), 0))
 
+    @in_time
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
@@ -165,8 +169,12 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             left = deadline - time.monotonic()
             if left <= 0:
                 return self._compare(unchanged, revision)[1]
+            seconds = min(left, WAIT_SLICE_SECONDS_MAX)
             try:
-                is_over, found = self._hear(unchanged, revision, left, closings)
+                if unchanged is None or revision is not None:
+                    is_over, found = self._hear(unchanged, revision, seconds, closings)
+                else:
+                    is_over, found = self._follow(token, unchanged, seconds, closings)
                 if is_over:
                     return found
             except RendezvousConnectionError:
@@ -194,14 +202,27 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         is_new = revision is not None and self._revision(range_of(looked, 0)) != revision
         return is_new, None, looked_at
 
-    def _hear(
-        self, unchanged: list[Any] | None, revision: Any, left: float, closings: int
+    def _follow(
+        self, token: Token | None, unchanged: list[Any], seconds: float, closings: int
     ) -> tuple[bool, tuple[bytes, Token] | None]:
-        """The same now or after a change, or nothing for a while: watch, then look, then wait."""
+        """The same as soon as the document has changed, or after a while."""
+        at = 0 if token is None else int(token.partition(":")[0])
+        news = self._follower.wait(token, at, seconds, closings)
+        if news is not None and (news.token is None or news.found is not None):
+            return True, news.found
+        self._etcd.check_open(closings)
+        is_over, found, _ = self._compare(unchanged, None)
+        if news is not None and not is_over:  # what was heard has been undone: not in a circle
+            time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
+        return is_over, found
+
+    def _hear(
+        self, unchanged: list[Any] | None, revision: Any, seconds: float, closings: int
+    ) -> tuple[bool, tuple[bytes, Token] | None]:
+        """The same where the roster counts too: watch, then look, then wait."""
         first, end = self._state, None
         if revision is not None:
             first, end = self._roster, self._state + b"\0"
-        seconds = min(left, WAIT_SLICE_SECONDS_MAX)
         watch = self._etcd.watch(first, end, 0, seconds, puts=False, closings=closings)
         looked_at = 0
         for event in watch:
@@ -246,8 +267,9 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     # ---------------------------------------------------------------------------- the roster
 
+    @in_time
     def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
-        seconds, runs = _whole(ttl_seconds), bool(entry.round_label)
+        seconds, runs = whole_seconds(ttl_seconds), bool(entry.round_label)
         node, row = entry.node_id, self._rows.get(entry.node_id)
         for _ in range(TRIES_MAX):
             is_kept = row is not None and self._keep(row, seconds)
@@ -267,15 +289,17 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             row = self._row(node, range_of(answer, 0))
         raise self._restless(node)
 
+    @in_time
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
-        seconds, row = _whole(ttl_seconds), self._rows.get(node_id)
+        seconds, row = whole_seconds(ttl_seconds), self._rows.get(node_id)
         is_kept = row is not None and self._keep(row, seconds)
         for _ in range(TRIES_MAX):
             answer = self._look(node_id, question)
             now = self._row(node_id, range_of(answer, 0))
             if now is None or (is_kept and now == row):
                 self._remember(node_id, now)
-                return self._pulse(answer, question, now is not None, True)
+                present = now is not None
+                return self._pulse(answer, question, present, True, thoroughly=True)
             # Somebody else has announced it, or it is to live for another time.
             row, is_kept = now, self._keep(now, seconds)
             if not is_kept:
@@ -285,17 +309,18 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                     row, is_kept = _Row(row.entry, moved.header.revision, lease), True
         raise self._restless(node_id)
 
+    @in_time
     def withdraw(self, node_id: str, ttl_seconds: float) -> None:
         etcd, row = self._etcd, self._rows.get(node_id)
-        lease = self._grant(_whole(ttl_seconds))
-        key = self._nodes + _raw(node_id)
+        lease = self._grant(whole_seconds(ttl_seconds))
+        key = self._nodes + raw(node_id)
         for _ in range(TRIES_MAX):
             removed = [] if row is None else [etcd.delete(key), *self._label(row.entry)]
             answer = etcd.write(
                 [etcd.is_at(key, 0 if row is None else row.revision)],
                 [
                     *removed,
-                    etcd.put(self._gone + _raw(node_id), b"", lease),
+                    etcd.put(self._gone + raw(node_id), b"", lease),
                     etcd.put(self._roster, uuid.uuid4().bytes),
                 ],
                 [etcd.get(key)],
@@ -306,6 +331,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             row = self._row(node_id, range_of(answer, 0))
         raise self._restless(node_id)
 
+    @in_time
     def entries(self) -> list[Listed]:
         etcd = self._etcd
         kind = etcd.messages.RangeRequest
@@ -325,7 +351,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         self, entry: Entry, row: _Row | None, lease: int, question: Question, has_changed: bool
     ) -> Any:
         """Write an entry in the place of what is known to be there, under a lease."""
-        etcd, node = self._etcd, _raw(entry.node_id)
+        etcd, node = self._etcd, raw(entry.node_id)
         key, label = self._nodes + node, self._label_key(entry)
         operations = [etcd.put(key, _value(entry), lease)]
         if label is not None:
@@ -359,14 +385,14 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     def _look(self, node_id: str, question: Question) -> Any:
         self._etcd.refresh()
-        key = self._nodes + _raw(node_id)
+        key = self._nodes + raw(node_id)
         return self._etcd.read(self._etcd.get(key), *self._questions(node_id, question))
 
     def _questions(self, node_id: str, question: Question) -> list[Any]:
         """What a pulse is made of, the last five of a transaction's answers."""
         etcd = self._etcd
-        peer = self._nodes + _raw(question.peer_id)
-        label = self._labels + _digest(question.round_label) + b"/"
+        peer = self._nodes + raw(question.peer_id)
+        label = self._labels + digest(question.round_label) + b"/"
         return [
             etcd.get(self._version),
             etcd.get(self._roster),
@@ -375,11 +401,19 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             etcd.get(label, end_of(label), count_only=True),
         ]
 
-    def _pulse(self, answer: Any, question: Question, present: bool, listens: bool) -> Pulse:
+    def _pulse(
+        self,
+        answer: Any,
+        question: Question,
+        present: bool,
+        listens: bool,
+        *,
+        thoroughly: bool = False,
+    ) -> Pulse:
         version, roster, live, peer, confirmed = (range_of(answer, at) for at in range(-5, 0))
         token, age = None, None
         if listens:  # who waits, and does not run yet, hears of writes by its wait
-            self._ages.listen()
+            self._follower.listen()
         if version.kvs:
             kv = version.kvs[0]
             mark = _MARK.fullmatch(kv.value)
@@ -391,7 +425,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 kv.mod_revision,
                 int(mark["lease"]),
                 int(mark["left_ms"]),
-                thoroughly=listens,
+                thoroughly=thoroughly,
             )
         return Pulse(
             token=token,
@@ -421,7 +455,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def _label_key(self, entry: Entry) -> bytes | None:
         if not entry.round_label:
             return None
-        return self._labels + _digest(entry.round_label) + b"/" + _raw(entry.node_id)
+        return self._labels + digest(entry.round_label) + b"/" + raw(entry.node_id)
 
     def _label(self, entry: Entry) -> list[Any]:
         """What removes an entry's label."""
@@ -448,18 +482,5 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
 
 def _value(entry: Entry) -> bytes:
-    label = _raw(entry.round_label)
+    label = raw(entry.round_label)
     return str(len(label)).encode() + b":" + label + entry.data
-
-
-def _digest(label: str) -> bytes:
-    return hashlib.sha256(_raw(label)).hexdigest()[:LABEL_DIGEST_CHARACTERS].encode()
-
-
-def _raw(text: str) -> bytes:
-    """A text of any characters as etcd keeps it."""
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _whole(seconds: float) -> int:
-    return max(1, math.ceil(seconds))

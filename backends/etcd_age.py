@@ -11,22 +11,16 @@ that was stopped and heard late.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from rdzv.backends.etcd_client import WATCH_SECONDS_MAX, EtcdConnections
-from rdzv.errors import RendezvousError
+from rdzv.backends.etcd_client import EtcdConnections
 
 TOKENS_REMEMBERED = 16
 HEARING_SECONDS_MAX = 0.1
 """So long a pulse waits for the watch to tell of a write that the pulse has seen."""
-PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +33,20 @@ class _Clock:
 
 
 class StateAges:
-    """When documents were written, by this process's monotonic clock.
+    """When documents were written, by this process's monotonic clock."""
 
-    ``token_of`` makes the token of the version key's value and revision.
-    """
-
-    def __init__(
-        self, connections: EtcdConnections, key: bytes, token_of: Callable[[Any], str]
-    ) -> None:
-        self._etcd, self._key, self._token_of = connections, key, token_of
+    def __init__(self, connections: EtcdConnections) -> None:
+        self._etcd = connections
         self._changed = threading.Condition()
         self._heard: OrderedDict[str, float] = OrderedDict()
         self._checked: OrderedDict[str, float] = OrderedDict()
         self._clock: _Clock | None = None
         self._since_revision = 0
-        """From there on the watch tells of every write; 0 while there is none."""
-        self._thread: threading.Thread | None = None
+
+    def hears_from(self, revision: int) -> None:
+        """From there on a watch tells of every write; 0 while there is none."""
+        with self._changed:
+            self._since_revision = revision
 
     def heard(self, token: str) -> None:
         """Somebody has just been told that this document was written."""
@@ -114,41 +106,3 @@ class StateAges:
             while len(self._checked) > TOKENS_REMEMBERED:
                 self._checked.popitem(last=False)
         return checked_at
-
-    def listen(self) -> None:
-        """Hear of writes from now on, if that is not so already."""
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._etcd.closings,), name="rdzv-etcd-age", daemon=True
-                )
-                self._thread.start()
-
-    def _run(self, closings: int) -> None:
-        """Until the connections are closed; the next who asks for an age begins anew."""
-        try:
-            while self._etcd.closings == closings:
-                begun, is_over = time.monotonic(), False
-                with suppress(RendezvousError):
-                    self._hear(closings)
-                    # By its own deadline: whoever paused now would hear of a change later than
-                    # its peers do.
-                    is_over = time.monotonic() - begun > WATCH_SECONDS_MAX / 2
-                with self._changed:
-                    # What is written from here on would be heard late: the lease tells better.
-                    self._since_revision = 0
-                if not is_over and self._etcd.closings == closings:
-                    time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
-        finally:
-            with self._changed:
-                self._since_revision, self._thread = 0, None
-
-    def _hear(self, closings: int) -> None:
-        for event in self._etcd.watch(
-            self._key, None, 0, WATCH_SECONDS_MAX, puts=True, closings=closings
-        ):
-            if isinstance(event, int):
-                with self._changed:
-                    self._since_revision = event + 1
-            else:
-                self.heard(self._token_of(event.kv))

@@ -1,34 +1,37 @@
-"""The one place that talks to etcd: channels, deadlines, log-in, failover, messages and errors.
+"""The one place that talks to etcd: deadlines, log-in, failover, leases, watches and errors.
 
-Of etcd3's family of clients (etcd-sdk-python, the living fork, unless a user brings another) this
-takes the messages; of a client object that is given, its channel and token too. The calls are made
-here, on channels of our own, because the clients' have no deadline of a call, mark an endpoint as
-failed for minutes, never log in again, and start a thread for each watch.
+Of a client object of etcd3's family that a user brings, this takes the channel and the token. The
+calls are made here, on channels of our own otherwise, because the clients' have no deadline of a
+call, mark an endpoint as failed for minutes, never log in again, and start a thread for each watch.
 
 Rules:
 
-* Every call has a deadline. A call is made again only if it reads, or if it was certainly not
-  executed: the token was refused, or there was no connection to send it by.
-* After a call that nothing answered the channel is thrown away, for its connection may be dead
-  without knowing it, and the next member is asked.
-* All streaming methods are called with one request, which needs no thread here.
+* Every call has a deadline, its log-in and its repeats included; :func:`within` shortens it for
+  all calls of somebody who has less time. A call is made again only if it reads, or if it was
+  certainly not executed: the token was refused, or there was no connection to send it by.
+* After a call that nothing answered, its channel is left, for its connection may be dead without
+  knowing it, and the next member is asked. It is closed once nobody else waits on it: one who is
+  in a hurry must not end the calls of those who are not.
 * Channels are made at the first use, and anew after a fork and after :meth:`close`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 
+from rdzv.backends.etcd_channel import Link, channel_to
+from rdzv.backends.etcd_operations import EtcdOperations, messages_of
 from rdzv.backends.etcd_options import (
     Cluster,
     EtcdOptions,
@@ -42,23 +45,13 @@ from rdzv.errors import RendezvousConnectionError, mask_secrets, secrets_in
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.1
+REQUEST_SECONDS_MIN = 0.5
+"""A call is waited for so long at least: with less, one that is in a hurry would have no chance."""
 TRIES_OF_A_MEMBER_MAX = 2
 """Of connecting, in one call: whoever asked has a better idea of how long to try."""
-PING_SECONDS, PING_ANSWER_SECONDS = 7.0, 3.0
-"""etcd ends connections that ping it more often than every five seconds."""
 WATCH_SECONDS_MAX = 3600.0
 REFRESH_SHARE = 0.2
 """Of the time that a lease lives: so often is it kept alive."""
-FAMILY_MODULE = "pyetcd"
-METHODS = {
-    "Range": ("KV", "RangeRequest", "RangeResponse"),
-    "Txn": ("KV", "TxnRequest", "TxnResponse"),
-    "LeaseGrant": ("Lease", "LeaseGrantRequest", "LeaseGrantResponse"),
-    "LeaseKeepAlive": ("Lease", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse"),
-    "LeaseTimeToLive": ("Lease", "LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse"),
-    "Authenticate": ("Auth", "AuthenticateRequest", "AuthenticateResponse"),
-    "Watch": ("Watch", "WatchRequest", "WatchResponse"),
-}
 TOKEN_REFUSED = (
     "invalid auth token",
     "revision of auth store is old",
@@ -78,29 +71,45 @@ class Refused(Exception):
         self.reason = reason
 
 
-class _Link:
-    """A channel to one member, and the calls on it."""
-
-    def __init__(self, channel: Any, messages: Any, number: int, *, is_ours: bool = True) -> None:
-        self.channel, self.number, self._is_ours = channel, number, is_ours
-        self._calls = {}
-        for method, (service, request, response) in METHODS.items():
-            kind = channel.unary_stream if method == "Watch" else channel.unary_unary
-            self._calls[method] = kind(
-                f"/etcdserverpb.{service}/{method}",
-                request_serializer=getattr(messages, request).SerializeToString,
-                response_deserializer=getattr(messages, response).FromString,
-            )
-
-    def call(self, method: str, request: Any, seconds: float, metadata: Any) -> Any:
-        return self._calls[method](request, timeout=seconds, metadata=metadata)
-
-    def close(self) -> None:
-        if self._is_ours:
-            self.channel.close()
+_ends_at: ContextVar[float | None] = ContextVar("_ends_at", default=None)
+"""By ``time.monotonic()``: when whoever calls wants to have the answers to all that it asks."""
 
 
-class EtcdConnections:
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Calls that are made inside end within these seconds, or ``REQUEST_SECONDS_MIN`` each."""
+    ends_at, until = time.monotonic() + seconds, _ends_at.get()
+    token = _ends_at.set(ends_at if until is None else min(until, ends_at))
+    try:
+        yield
+    finally:
+        _ends_at.reset(token)
+
+
+class Connected(Protocol):
+    """Whoever makes its calls by these connections."""
+
+    @property
+    def connections(self) -> EtcdConnections: ...
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C", bound=Connected)
+
+
+def in_time(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
+    """All requests of one call of the method together take no longer than ``read_timeout``."""
+
+    @functools.wraps(method)
+    def bounded(self: C, /, *arguments: P.args, **more: P.kwargs) -> T:
+        with within(self.connections.options.read_timeout_seconds):
+            return method(self, *arguments, **more)
+
+    return bounded
+
+
+class EtcdConnections(EtcdOperations):
     """Calls to one server or cluster, for one run.
 
     ``client`` is an object of etcd3's family that a user brings: it is used and not closed, and
@@ -112,15 +121,16 @@ class EtcdConnections:
         self, endpoint: str, run_id: str, options: EtcdOptions, client: Any = None
     ) -> None:
         self.base = base_of(run_id, options)
+        super().__init__(lease_of(self.base), messages_of(client))
         self.options = options
-        self.run_lease = lease_of(self.base)
         self._secrets = (*secrets_in(endpoint), options.password)
         self.endpoint = mask_secrets(endpoint, *self._secrets)
         self._cluster: Cluster = cluster_of(endpoint, options)
         self._client = client
-        self.messages: Any = _messages_of(client)
         self._lock = threading.Lock()
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
+        self._silent: list[Link] = []
+        """Those on which a call was not answered, kept for others that still wait on them."""
         self._streams: set[Any] = set()  # without the lock: a garbage collection may end a watch
         self._current = 0
         self._token: str | None = None
@@ -150,7 +160,8 @@ class EtcdConnections:
     def close(self) -> None:
         """Give up all channels and streams, also those that somebody waits on. Never raises."""
         with self._lock:
-            links, self._links = list(self._links.values()), {}
+            links, self._links = [*self._links.values(), *self._silent], {}
+            self._silent = []
             self._closings += 1
             self._token = None
         for stream in list(self._streams):  # those on a channel of the user's would go on
@@ -168,17 +179,21 @@ class EtcdConnections:
         failure: Sequence[Any] = (),
         *,
         reads: bool = False,
-        seconds: float | None = None,
     ) -> Any:
         """One transaction, which may be made again only where ``reads`` says so.
 
         Raises :class:`Refused` where a lease does not exist, else ``RendezvousConnectionError``.
         """
         request = self.messages.TxnRequest(compare=compare, success=success, failure=failure)
-        return self.call("Txn", request, reads=reads, seconds=seconds)
+        return self.call("Txn", request, reads=reads)
 
     def write(
-        self, compare: Sequence[Any], success: Sequence[Any], failure: Sequence[Any] = ()
+        self,
+        compare: Sequence[Any],
+        success: Sequence[Any],
+        failure: Sequence[Any] = (),
+        *,
+        reads: bool = False,
     ) -> Any:
         """A transaction whose keys hang on the run's lease, which is made if it is missing.
 
@@ -186,17 +201,17 @@ class EtcdConnections:
         """
         self.refresh()
         try:
-            return self.transact(compare, success, failure)
+            return self.transact(compare, success, failure, reads=reads)
         except Refused:
             self._make_run_lease()
         try:
-            return self.transact(compare, success, failure)
+            return self.transact(compare, success, failure, reads=reads)
         except Refused as error:  # it is another lease that is gone
             self._raise(error)
 
-    def read(self, *operations: Any, seconds: float | None = None) -> Any:
+    def read(self, *operations: Any) -> Any:
         """Several ranges at one moment."""
-        return self.transact((), operations, reads=True, seconds=seconds)
+        return self.transact((), operations, reads=True)
 
     def watch(
         self,
@@ -225,8 +240,9 @@ class EtcdConnections:
         stream: Any = None
         is_there = False
         try:
-            metadata = (*self._metadata(link), ("hasleader", "true"))
-            stream = link.call("Watch", request, min(seconds, WATCH_SECONDS_MAX), metadata)
+            login_seconds = min(max(seconds, REQUEST_SECONDS_MIN), self._patience())
+            metadata = (*self._metadata(link, login_seconds), ("hasleader", "true"))
+            stream = link.stream("Watch", request, min(seconds, WATCH_SECONDS_MAX), metadata)
             self._streams.add(stream)
             self.check_open(closings)
             for response in stream:
@@ -249,7 +265,7 @@ class EtcdConnections:
         finally:
             if stream is not None:
                 self._streams.discard(stream)
-                stream.cancel()
+                link.ended(stream)
 
     def grant(self, seconds: int) -> tuple[int, int]:
         """A new lease: its id and the time to live in seconds that it really has."""
@@ -276,8 +292,10 @@ class EtcdConnections:
         seconds = self.options.lease_seconds
         request = self.messages.LeaseGrantRequest(TTL=seconds, ID=self.run_lease)
         now = time.monotonic()
-        with contextlib.suppress(Refused):  # somebody else made it
+        try:
             self._next_refresh(now, self.call("LeaseGrant", request, reads=True).TTL)
+        except Refused:  # somebody else made it
+            self.refresh()
 
     def _next_refresh(self, now: float, lives_seconds: int) -> None:
         """When the run's lease, which may be another node's, is to be kept alive again."""
@@ -294,61 +312,17 @@ class EtcdConnections:
                 self.options.lease_seconds,
             )
 
-    # ------------------------------------------------------------------------ operations
-
-    def put(self, key: bytes, value: bytes, lease: int | None = None) -> Any:
-        """Write a key, which hangs on the run's lease unless another is named."""
-        lease = self.run_lease if lease is None else lease
-        request = self.messages.PutRequest(key=key, value=value, lease=lease)
-        return self.messages.RequestOp(request_put=request)
-
-    def get(self, key: bytes, range_end: bytes | None = None, **more: Any) -> Any:
-        """Read a key or a range; ``more`` are fields of etcd's RangeRequest."""
-        request = self.messages.RangeRequest(key=key, range_end=range_end or b"", **more)
-        return self.messages.RequestOp(request_range=request)
-
-    def first(self, key: bytes, range_end: bytes) -> Any:
-        """Read the key of a range that has been there for the longest time."""
-        kind = self.messages.RangeRequest
-        return self.get(key, range_end, limit=1, sort_order=kind.ASCEND, sort_target=kind.CREATE)
-
-    def delete(self, key: bytes) -> Any:
-        """Remove a key."""
-        return self.messages.RequestOp(
-            request_delete_range=self.messages.DeleteRangeRequest(key=key)
-        )
-
-    def is_absent(self, key: bytes) -> Any:
-        """The condition that there is no such key."""
-        return self.is_at(key, 0)
-
-    def is_at(self, key: bytes, revision: int) -> Any:
-        """The condition that a key was changed last at that revision; 0: that it is absent."""
-        kind = self.messages.Compare
-        return kind(result=kind.EQUAL, target=kind.MOD, key=key, mod_revision=revision)
-
-    def is_there(self, key: bytes) -> Any:
-        """The condition that there is such a key."""
-        kind = self.messages.Compare
-        return kind(result=kind.GREATER, target=kind.CREATE, key=key, create_revision=0)
-
-    def holds(self, key: bytes, value: bytes) -> Any:
-        """The condition that a key has that value."""
-        kind = self.messages.Compare
-        return kind(result=kind.EQUAL, target=kind.VALUE, key=key, value=value)
-
     # ------------------------------------------------------------------------------- calls
 
-    def call(
-        self, method: str, request: Any, *, reads: bool = False, seconds: float | None = None
-    ) -> Any:
+    def call(self, method: str, request: Any, *, reads: bool = False) -> Any:
         """A call of etcd's API. Raises ``RendezvousConnectionError``, :class:`Refused`."""
-        deadline = time.monotonic() + (seconds or self.options.request_seconds)
+        deadline = time.monotonic() + self._patience()
         logged_in, refusals = False, 0
         while True:
             link, left = self._link(), max(deadline - time.monotonic(), 0.001)
             try:
-                metadata = self._metadata(link)
+                metadata = self._metadata(link, left)
+                left = max(deadline - time.monotonic(), 0.001)
                 answer = link.call(method, request, self._attempt_seconds(left), metadata)
                 self.term = answer.header.raft_term
                 return answer
@@ -383,11 +357,20 @@ class EtcdConnections:
         text = mask_secrets(f"{code}: {details}", *self._secrets)
         return f"etcd at {self.endpoint}: {text}{advice_for(code, details)}"
 
+    def _patience(self) -> float:
+        """How long a call may take now."""
+        ends_at = _ends_at.get()
+        if ends_at is None:
+            return self.options.request_seconds
+        left = max(ends_at - time.monotonic(), REQUEST_SECONDS_MIN)
+        return min(self.options.request_seconds, left)
+
     def _attempt_seconds(self, left: float) -> float:
         """Half of the time for each member but the last, so that another can be asked."""
         return left if len(self._cluster.members) == 1 else max(left / 2, min(left, 0.5))
 
-    def _metadata(self, link: _Link) -> tuple[tuple[str, str], ...]:
+    def _metadata(self, link: Link, left: float) -> tuple[tuple[str, str], ...]:
+        """With a token, for which it logs in first if it has none: within what is left."""
         if self._client is not None:
             return tuple(getattr(self._client, "metadata", None) or ())
         if self._cluster.user is None:
@@ -398,7 +381,7 @@ class EtcdConnections:
                 name=self._cluster.user, password=self._cluster.password
             )
             try:
-                seconds = self._attempt_seconds(self.options.request_seconds)
+                seconds = self._attempt_seconds(left)
                 token = str(link.call("Authenticate", request, seconds, ()).token)
             except grpc.RpcError as error:
                 if NO_AUTHENTICATION not in str(error.details()):
@@ -407,24 +390,26 @@ class EtcdConnections:
             self._token = token
         return (("token", token),) if token else ()
 
-    def _link(self, closings: int | None = None) -> _Link:
+    def _link(self, closings: int | None = None) -> Link:
         with self._lock:
             self.check_open(closings)
             if self._process != os.getpid():  # its threads and sockets are the parent's
                 self._process, self._links, self._token = os.getpid(), {}, None
-                self._streams = set()
+                self._streams, self._silent = set(), []
             if self._client is not None:
                 try:
-                    return _Link(self._client.channel, self.messages, 0, is_ours=False)
+                    return Link(self._client.channel, self.messages, 0, is_ours=False)
                 except Exception as error:
                     self._raise(error)
+            if self._silent:
+                self._close_unused()
             link = self._links.get(self._current)
             if link is None:
-                channel = _channel(self._cluster, self._current, self.options)
-                link = self._links[self._current] = _Link(channel, self.messages, self._current)
+                channel = channel_to(self._cluster, self._current, self.options)
+                link = self._links[self._current] = Link(channel, self.messages, self._current)
             return link
 
-    def _failed(self, link: _Link, error: Any) -> None:
+    def _failed(self, link: Link, error: Any) -> None:
         """Ask the next member from now on; and leave a connection on which nothing is heard."""
         if not _may_pass(error):
             return
@@ -434,8 +419,12 @@ class EtcdConnections:
             if is_current and self._current == link.number:
                 self._current = (self._current + 1) % len(self._cluster.members)
             if is_current and is_silent:
-                del self._links[link.number]
-        if is_current and is_silent:
+                self._silent.append(self._links.pop(link.number))
+
+    def _close_unused(self) -> None:
+        unused = [link for link in self._silent if not link.running]
+        self._silent = [link for link in self._silent if link.running]
+        for link in unused:
             link.close()
 
     def _watch_was_refused(self, reason: str) -> None:
@@ -452,49 +441,3 @@ class EtcdConnections:
 
 def _may_pass(error: Any) -> bool:
     return error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN")
-
-
-def _channel(cluster: Cluster, number: int, options: EtcdOptions) -> Any:
-    host, port = cluster.members[number]
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    settings: list[tuple[str, Any]] = [
-        ("grpc.keepalive_time_ms", round(PING_SECONDS * 1000)),
-        ("grpc.keepalive_timeout_ms", round(PING_ANSWER_SECONDS * 1000)),
-        # Without this one a black hole is not noticed.
-        ("grpc.http2.ping_timeout_ms", round(PING_ANSWER_SECONDS * 1000)),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", round(options.request_seconds * 1000)),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.max_send_message_length", -1),
-        # Connections of our own: gRPC would share them, broken ones too.
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_retries", 0),
-    ]
-    if not cluster.secure:
-        return grpc.insecure_channel(place, options=settings)
-    if cluster.server_name:
-        settings.append(("grpc.ssl_target_name_override", cluster.server_name))
-    credentials = grpc.ssl_channel_credentials(cluster.ca_cert, cluster.key, cluster.cert)
-    return grpc.secure_channel(place, credentials, options=settings)
-
-
-def _messages_of(client: Any) -> Any:
-    """The messages of the family's member that a client belongs to; they may be loaded once in a
-    process, so those of the client are taken."""
-    for kind in type(client).__mro__ if client is not None else ():
-        package = kind.__module__.partition(".")[0]
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(f"{package}.etcdrpc")
-    return importlib.import_module(f"{FAMILY_MODULE}.etcdrpc")
-
-
-def range_of(answer: Any, position: int) -> Any:
-    """The range that was read at that position of a transaction."""
-    return answer.responses[position].response_range
-
-
-def end_of(prefix: bytes) -> bytes:
-    """The key after all that begin with a prefix of ours, which never ends with 255."""
-    return prefix[:-1] + bytes([prefix[-1] + 1])

@@ -84,6 +84,8 @@ class Cluster:
 
 def cluster_of(endpoint: str, options: EtcdOptions) -> Cluster:
     """Read an endpoint. Raises ``RendezvousSettingsError`` for one that cannot work."""
+    if not endpoint.strip():
+        raise _refusal(endpoint, "there is none")
     schemes = re.findall(r"(?:^|(?<=[;,]))([A-Za-z0-9+.-]*)://", endpoint)
     if len(set(schemes)) > 1 or not set(schemes) <= {*PLAIN_SCHEMES, *SECURE_SCHEMES}:
         raise _refusal(endpoint, "it has a scheme that is not etcd's, or several")
@@ -91,8 +93,10 @@ def cluster_of(endpoint: str, options: EtcdOptions) -> Cluster:
     rest, _, query = rest.partition("?")
     credentials, at, places = rest.rpartition("@")
     user, colon, password = credentials.partition(":")
-    given = dict(parse_qsl(query))
+    given = dict(parse_qsl(query, keep_blank_values=True))
     unknown = sorted(set(given) - set(CERTIFICATE_OPTIONS))
+    if unknown and "@" in query:  # it may be a part of a password
+        raise _refusal(endpoint, "a ? within its user or password is written %3F")
     if unknown:
         raise _refusal(endpoint, f"{', '.join(unknown)} is no option of it")
     if options.protocol not in (None, "http", "https"):
@@ -196,7 +200,7 @@ def _content(name: str, path: str | None) -> bytes | None:
 
 
 def _refusal(endpoint: str, why: str) -> RendezvousSettingsError:
-    shown = mask_secrets(endpoint, *secrets_in(endpoint))
+    shown = mask_secrets(endpoint, *secrets_in(endpoint)) or "''"
     return RendezvousSettingsError(
         f"--rdzv-endpoint={shown}: {mask_secrets(why)}. Give host:port[;host:port…], "
         "etcd://user:password@host:port,host:port or "

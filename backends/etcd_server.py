@@ -50,6 +50,7 @@ class EtcdServer:
         self._data_dir = data_dir
         self._temporary: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
         self.host = LOOPBACK
         self.port = -1
         """Known once it was started; another one after every start."""
@@ -80,6 +81,7 @@ class EtcdServer:
         """
         if self._process is not None:
             raise RendezvousSettingsError("this EtcdServer has been started already: stop it first")
+        self._owner = os.getpid()
         program = etcd_program()
         if self._data_dir is None and self._temporary is None:
             self._temporary = tempfile.mkdtemp(prefix="rdzv-etcd-")
@@ -96,7 +98,10 @@ class EtcdServer:
                 logger.warning("etcd did not start and is tried again: %s", error)
 
     def stop(self) -> None:
-        """End the server and remove temporary data. Nothing happens if it does not run."""
+        """End the server and remove temporary data. Nothing happens if it does not run, nor in a
+        process that was forked from the one that started it."""
+        if self._owner != os.getpid():
+            return
         self._end()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)

@@ -6,6 +6,7 @@ A technology adds itself with a subclass of :class:`ServerCounters` and an entry
 
 from __future__ import annotations
 
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -90,7 +91,44 @@ class RedisCounters(ServerCounters):
         self._redis.close()
 
 
-COUNTERS: dict[str, Callable[[str], ServerCounters]] = {"redis": RedisCounters}
+class EtcdCounters(ServerCounters):
+    """The metrics of the first member of an endpoint ``host:port[;host:port]``, over HTTP.
+
+    A stream, as a watch is, counts as one request."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._url = f"http://{endpoint.partition(';')[0]}/metrics"
+
+    def read(self) -> Counts:
+        with urllib.request.urlopen(self._url, timeout=TIMEOUT_SECONDS) as answer:
+            lines = answer.read().decode().splitlines()
+        totals: dict[str, float] = {}
+        calls: dict[str, int] = {}
+        for line in lines:
+            if line.startswith("#"):
+                continue
+            name, _, labels = line.rpartition(" ")[0].partition("{")
+            value = float(line.rpartition(" ")[2])
+            totals[name] = totals.get(name, 0.0) + value
+            if name == "grpc_server_started_total":
+                method = labels.partition('grpc_method="')[2].partition('"')[0]
+                calls[method] = calls.get(method, 0) + int(value)
+        return Counts(
+            requests=sum(calls.values()),
+            commands=calls,
+            bytes_in=int(totals["etcd_network_client_grpc_received_bytes_total"]),
+            bytes_out=int(totals["etcd_network_client_grpc_sent_bytes_total"]),
+            cpu_seconds=totals["process_cpu_seconds_total"],
+        )
+
+    def close(self) -> None:
+        """There is no connection between two readings."""
+
+
+COUNTERS: dict[str, Callable[[str], ServerCounters]] = {
+    "redis": RedisCounters,
+    "etcd-v3": EtcdCounters,
+}
 """By the name of the backend; called with its endpoint."""
 
 

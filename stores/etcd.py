@@ -30,22 +30,19 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rdzv.backends.etcd import WAIT_SLICE_SECONDS_MAX, EtcdRendezvousBackend
-from rdzv.backends.etcd_client import EtcdConnections, end_of, range_of
+from rdzv.backends.etcd_client import EtcdConnections, within
+from rdzv.backends.etcd_operations import OPERATIONS_MAX, batches_of, end_of, range_of
 from rdzv.backends.etcd_options import EXTRA_OPTIONS, EtcdOptions
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
 from rdzv.settings import Settings
-from rdzv.stores.base import Store, StoreClient, Unanswered, counter_after
-from rdzv.torch_store import shown_keys
+from rdzv.stores.base import Store, StoreClient, Unanswered, counter_after, current_deadline
+from rdzv.torch_store import Deadline, shown_keys
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 __all__ = ["EXTRA_OPTIONS", "EtcdClient", "EtcdStore", "create_backend"]
 
-REQUEST_BYTES_MAX = 1_000_000
-"""What is put into one request: etcd's default limit is 1.5 MiB."""
-OPERATIONS_MAX = 100
-"""Of one transaction: etcd's default limit is 128."""
 OPERATIONS_REMEMBERED = 1024
 LIST_KEYS_MAX = 5000
 VALUE, ITEM, END = b"\x00", b"\x01", b"\x02"
@@ -54,7 +51,7 @@ _ESCAPED = {bytes([byte]): b"\x02" + bytes([byte + 3]) for byte in (0, 1, 2)}
 _UNESCAPED = {after: before for before, after in _ESCAPED.items()}
 _SPECIAL, _ESCAPES = re.compile(b"[\x00-\x02]"), re.compile(b"\x02[\x03-\x05]")
 TOO_LARGE = re.compile("too large|larger than max|too many operations")
-SHORT_SECONDS, PAUSE_SECONDS = 1.0, 0.1
+PAUSE_SECONDS = 0.1
 CONFLICT_SECONDS_FIRST, CONFLICT_SECONDS_LAST = 0.001, 0.1
 
 
@@ -74,12 +71,13 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
         backend.close()
         raise
     timeout = timedelta(seconds=settings.read_timeout_seconds)
-    return backend, EtcdStore(endpoint, run_id, timeout, options=options)
+    return backend, EtcdStore(endpoint, run_id, timeout, options=options, beside=backend)
 
 
 class EtcdStore(Store):
     """The keys of one run id on etcd v3. ``client`` may be an object of etcd3's family, which is
-    used then, and not closed."""
+    used then, and not closed. With ``beside``, a backend of the same run, both use one connection,
+    and each ends with its ``close()`` what the other waits for; the store then asks anew."""
 
     def __init__(
         self,
@@ -89,8 +87,13 @@ class EtcdStore(Store):
         *,
         options: EtcdOptions | None = None,
         client: Any = None,
+        beside: EtcdRendezvousBackend | None = None,
     ) -> None:
-        super().__init__(EtcdClient(endpoint, run_id, options, client), timeout=timeout)
+        if beside is None:
+            connections = EtcdConnections(endpoint, run_id, options or EtcdOptions(), client)
+        else:
+            connections = beside.connections
+        super().__init__(EtcdClient(connections), timeout=timeout)
 
 
 class _NotYet:
@@ -133,12 +136,12 @@ class EtcdClient(StoreClient):
 
     value_bytes_max = 1_400_000
 
-    def __init__(
-        self, endpoint: str, run_id: str, options: EtcdOptions | None = None, client: Any = None
-    ) -> None:
-        self._etcd = EtcdConnections(endpoint, run_id, options or EtcdOptions(), client)
+    def __init__(self, connections: EtcdConnections) -> None:
+        self._etcd = connections
         self._keys = self._etcd.base + b"k/"
         self._lock = threading.Lock()
+        self._looked: tuple[Deadline | None, frozenset[str], int] = None, frozenset(), 0
+        """What a call of the store has not found, as it knows when it waits for it next."""
         self._begin()
         self.endpoint = self._etcd.endpoint
 
@@ -152,14 +155,17 @@ class EtcdClient(StoreClient):
         self._batches_done: dict[str, int] = {}
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        found, _ = self._read_many([(self._key(key) + VALUE, None) for key in keys], None)
+        places = [(self._key(key) + VALUE, None) for key in keys]
+        found, revision = self._read_many(places, None)
+        missing = frozenset(key for key, each in zip(keys, found, strict=True) if not each.kvs)
+        self._looked = current_deadline.get(), missing, revision
         return [each.kvs[0].value if each.kvs else None for each in found]
 
     def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
         etcd = self._etcd
         puts = [etcd.put(self._key(key) + VALUE, value) for key, value in pairs]
         sizes = [put.ByteSize() for put in puts]
-        batches = list(_batches(puts, sizes))
+        batches = list(batches_of(puts, sizes))
         with self._lock:
             done = self._batches_done.pop(operation, 0)
         try:
@@ -268,7 +274,10 @@ class EtcdClient(StoreClient):
 
     def wait_for_keys(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
         deadline = time.monotonic() + timeout_seconds
-        missing, revision = self._missing(keys, timeout_seconds)
+        asker, absent, revision = self._looked
+        missing = list(keys)
+        if asker is None or asker is not current_deadline.get() or not absent.issuperset(keys):
+            missing, revision = self._missing(keys, timeout_seconds)
         while missing and (left := deadline - time.monotonic()) > 0:
             places = {self._key(key): key for key in missing}
             first, last = min(places), max(places) + END
@@ -310,15 +319,12 @@ class EtcdClient(StoreClient):
     ) -> tuple[list[Any], int]:
         """All of them as they were at one revision, which is returned too."""
         etcd, found, revision = self._etcd, [], 0
-        patience = etcd.options.request_seconds
-        if seconds is not None:  # a short wait is not to take long, but must have a chance
-            patience = min(patience, max(seconds, SHORT_SECONDS))
         for begin in range(0, len(ranges), OPERATIONS_MAX):
             batch = [
                 etcd.get(*each, revision=revision, **more)
                 for each in ranges[begin : begin + OPERATIONS_MAX]
             ]
-            answer = self._ask(lambda: etcd.read(*batch, seconds=patience))  # noqa: B023
+            answer = self._ask(lambda: etcd.read(*batch), seconds)  # noqa: B023
             revision = revision or answer.header.revision
             found += [range_of(answer, position) for position in range(len(batch))]
         return found, revision
@@ -330,9 +336,12 @@ class EtcdClient(StoreClient):
         anything in the range: at once if so, False after a while."""
         seconds, closings = min(seconds, WAIT_SLICE_SECONDS_MAX), self._etcd.closings
         try:
-            for event in self._etcd.watch(first, end, revision + 1, seconds, puts=True):
-                is_late = isinstance(event, int)
-                written = self._written_since(first, end, revision) if is_late else [event.kv]
+            # From now on, and a look then: of what was before, etcd tells up to 100 ms later.
+            for event in self._etcd.watch(first, end, 0, seconds, puts=True):
+                if isinstance(event, int):
+                    written = self._written_since(first, end, revision)
+                else:
+                    written = [event.kv] if event.kv.mod_revision > revision else []
                 if awaited is None and written:
                     return True
                 for kv in written:
@@ -350,7 +359,7 @@ class EtcdClient(StoreClient):
 
     def _written_since(self, first: bytes, end: bytes, revision: int) -> Any:
         found = self._etcd.get(first, end, keys_only=True, min_mod_revision=revision + 1)
-        return range_of(self._etcd.read(found), 0).kvs
+        return range_of(self._ask(lambda: self._etcd.read(found)), 0).kvs
 
     # ------------------------------------------------------------------------------- writing
 
@@ -460,8 +469,12 @@ class EtcdClient(StoreClient):
         key = place[len(self._keys) :].removesuffix(VALUE)
         return _ESCAPES.sub(lambda found: _UNESCAPED[found[0]], key).decode()
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
-        with self._translated():
+    def _ask(self, request: Callable[[], Any], seconds: float | None = None) -> Any:
+        """Within so many seconds, and when the store's caller wants to have the answer."""
+        patience = self._etcd.options.request_seconds if seconds is None else seconds
+        deadline = current_deadline.get()
+        left = patience if deadline is None else deadline.remaining_seconds(patience)
+        with self._translated(), within(left):
             return request()
 
     @contextmanager
@@ -480,17 +493,3 @@ def _pause(conflicts: int) -> None:
     """Let others go first, the longer the more there are."""
     most = min(CONFLICT_SECONDS_LAST, CONFLICT_SECONDS_FIRST * 2.0**conflicts)
     time.sleep(random.uniform(0.0, most))
-
-
-def _batches(operations: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
-    """Parts of a long list that fit into one transaction each."""
-    batch: list[Any] = []
-    batch_bytes = 0
-    for operation, size_bytes in zip(operations, sizes, strict=True):
-        if batch and (len(batch) >= OPERATIONS_MAX or batch_bytes + size_bytes > REQUEST_BYTES_MAX):
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(operation)
-        batch_bytes += size_bytes
-    if batch:
-        yield batch

@@ -174,6 +174,11 @@ class Agent:
     # What is seen of it
 
     @property
+    def pid(self) -> int:
+        """The agent's, not its workers'."""
+        return self._started.pid
+
+    @property
     def exit_code(self) -> int | None:
         return self._started.poll()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import urllib.request
@@ -21,8 +23,14 @@ from rdzv.conformance.servers.local import free_port
 from rdzv.conformance.target import Server
 from rdzv.errors import RendezvousSettingsError
 
+from .operations import until
+
 NAMES = "one", "two", "three"
 CALL_SECONDS = 10.0
+CLUSTER_TRIES_MAX = 3
+TOKEN_SECONDS = 1
+SHORT_TOKENS = f"--auth-token-ttl={TOKEN_SECONDS}", "--bcrypt-cost=4"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "etcd.md"
 
 
 class EtcdProcess(ProcessServer):
@@ -76,19 +84,49 @@ def health(endpoint: str) -> str:
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[list[EtcdMember]]:
     """Three members, of which one leads."""
+    with contextlib.ExitStack() as stack:
+        for left in reversed(range(CLUSTER_TRIES_MAX)):
+            try:
+                members = start_members(folder / str(left), stack)
+                break
+            except RuntimeError as error:  # somebody else took a port before its member did
+                if not left or "address already in use" not in str(error):
+                    raise
+                stack.close()
+        until(lambda: leader_among(members))
+        yield members
+
+
+def start_members(folder: Path, stack: contextlib.ExitStack) -> list[EtcdMember]:
     peers = {name: f"http://127.0.0.1:{free_port()}" for name in NAMES}
     initial = ",".join(f"{name}={url}" for name, url in peers.items())
-    with contextlib.ExitStack() as stack:
-        members = []
-        for name, url in peers.items():
-            options = [f"--name={name}", f"--listen-peer-urls={url}", "--unsafe-no-fsync"]
-            options += [f"--initial-advertise-peer-urls={url}", f"--initial-cluster={initial}"]
-            if "unsafe-no-fsync" not in told_options():
-                options.remove("--unsafe-no-fsync")
-            member = EtcdMember(folder / name, *options)
-            stack.enter_context(contextlib.closing(member))
-            members.append(member)
-        yield members
+    members = []
+    for name, url in peers.items():
+        options = [f"--name={name}", f"--listen-peer-urls={url}", "--unsafe-no-fsync"]
+        options += [f"--initial-advertise-peer-urls={url}", f"--initial-cluster={initial}"]
+        if "unsafe-no-fsync" not in told_options():
+            options.remove("--unsafe-no-fsync")
+        member = EtcdMember(folder / name, *options)
+        stack.enter_context(contextlib.closing(member))
+        members.append(member)
+    return members
+
+
+class GuardedProcess(EtcdProcess):
+    """With TLS in both directions, the documented user, and tokens that live for a second."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files = certificates(folder)
+        options = [*tls_options(self._files), *SHORT_TOKENS]
+        super().__init__(folder / "server", *options, scheme="https")
+        guard("{}:{}".format(*self.address), client_credentials(self._files))
+
+    def endpoint(self) -> str:
+        host, port = self.address
+        names = {"ca_cert": "ca.pem", "cert": "client.pem", "key": "client.key"}
+        query = "&".join(f"{name}={self._files[file]}" for name, file in names.items())
+        return f"etcds://rdzv:secret@{host}:{port}?{query}"
 
 
 class LeaderServer(Server):
@@ -131,7 +169,14 @@ def told_options() -> str:
 
 
 def leader_of(members: Sequence[EtcdMember]) -> EtcdMember:
-    """The member that leads, once there is one."""
+    """The member that leads."""
+    leader = leader_among(members)
+    assert leader is not None, "no member leads"
+    return leader
+
+
+def leader_among(members: Sequence[EtcdMember]) -> EtcdMember | None:
+    """The member that leads, if one does."""
     for member in members:
         with contextlib.suppress(grpc.RpcError), channel_to(member.endpoint()) as channel:
             status = etcdrpc.MaintenanceStub(channel).Status(
@@ -139,12 +184,16 @@ def leader_of(members: Sequence[EtcdMember]) -> EtcdMember:
             )
             if status.leader == status.header.member_id:
                 return member
-    raise AssertionError("no member leads")
+    return None
 
 
 @contextlib.contextmanager
-def channel_to(endpoint: str) -> Iterator[Any]:
-    with contextlib.closing(grpc.insecure_channel(endpoint)) as channel:
+def channel_to(endpoint: str, credentials: Any = None) -> Iterator[Any]:
+    if credentials is None:
+        channel = grpc.insecure_channel(endpoint)
+    else:
+        channel = grpc.secure_channel(endpoint, credentials)
+    with contextlib.closing(channel):
         yield channel
 
 
@@ -177,3 +226,66 @@ def certificates(folder: Path) -> dict[str, str]:
         openssl("x509", "-req", "-in", "csr", *signed, "-out", f"{name}.pem", "-days", "2")
     names = ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")
     return {name: str(folder / name) for name in names}
+
+
+def tls_options(files: dict[str, str]) -> list[str]:
+    """What a server is told that wants certificates of its clients."""
+    return [
+        f"--cert-file={files['server.pem']}",
+        f"--key-file={files['server.key']}",
+        f"--trusted-ca-file={files['ca.pem']}",
+        "--client-cert-auth",
+    ]
+
+
+def client_credentials(files: dict[str, str]) -> Any:
+    names = ("ca.pem", "client.key", "client.pem")
+    return grpc.ssl_channel_credentials(*(Path(files[name]).read_bytes() for name in names))
+
+
+class Administrator:
+    """What ``etcdctl`` does, by the same requests."""
+
+    def __init__(self, endpoint: str, credentials: Any = None) -> None:
+        self._endpoint, self._credentials = endpoint, credentials
+
+    def ask(self, method: str, request: Any) -> Any:
+        with channel_to(self._endpoint, self._credentials) as channel:
+            return getattr(etcdrpc.AuthStub(channel), method)(request, timeout=CALL_SECONDS)
+
+    def run(self, line: str) -> None:
+        program, kind, verb, *rest = shlex.split(line)
+        assert program == "etcdctl"
+        if (kind, verb) == ("role", "add"):
+            self.ask("RoleAdd", etcdrpc.AuthRoleAddRequest(name=rest[0]))
+        elif (kind, verb) == ("role", "grant-permission"):
+            role, prefix, access, key = rest
+            assert (prefix, access) == ("--prefix=true", "readwrite")
+            end = key[:-1] + chr(ord(key[-1]) + 1)
+            permission = etcdrpc.Permission(
+                permType=etcdrpc.Permission.READWRITE, key=key.encode(), range_end=end.encode()
+            )
+            granted = etcdrpc.AuthRoleGrantPermissionRequest(name=role, perm=permission)
+            self.ask("RoleGrantPermission", granted)
+        elif (kind, verb) == ("user", "add"):
+            user, _, password = rest[0].partition(":")
+            self.ask("UserAdd", etcdrpc.AuthUserAddRequest(name=user, password=password))
+        else:
+            assert (kind, verb) == ("user", "grant-role")
+            self.ask("UserGrantRole", etcdrpc.AuthUserGrantRoleRequest(user=rest[0], role=rest[1]))
+
+    def enable(self) -> None:
+        for line in ("role add root", "user add root:rootsecret", "user grant-role root root"):
+            self.run(f"etcdctl {line}")
+        self.ask("AuthEnable", etcdrpc.AuthEnableRequest())
+
+
+def guard(endpoint: str, credentials: Any = None) -> None:
+    """Enable authentication, with the documented user and role."""
+    administrator = Administrator(endpoint, credentials)
+    (lines,) = re.findall(
+        r"<!-- test: least privilege -->\n```\n(.*?)\n```", DOCS.read_text(), re.S
+    )
+    for line in lines.splitlines():
+        administrator.run(line)
+    administrator.enable()

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pyetcd  # type: ignore[import-untyped]
 
 from rdzv.backends.etcd_options import EtcdOptions, base_of
 from rdzv.conformance.registered import RegisteredTarget
+from rdzv.conformance.target import Server
 
 TIMES = {"read_timeout": "2"}
 """Clauses in which nothing answers wait for it."""
 TOO_LARGE = "etcd refuses requests over 1.5 MB, unless its administrator allows more"
+
+
+class OneMember(Server):
+    """A cluster of one member answers before its log is written (etcd#14370): what is killed then
+    has lost its last write. So it gets one more first, which nobody expects to find."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.technology, self.version = server.technology, server.version
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        address: tuple[str, int] = self._server.address
+        return address
+
+    def cannot(self, control: str) -> str:
+        return str(self._server.cannot(control))
+
+    def pause(self) -> None:
+        self._server.pause()
+
+    def resume(self) -> None:
+        self._server.resume()
+
+    def kill(self) -> None:
+        host, port = self.address
+        with (
+            contextlib.suppress(pyetcd.Etcd3Exception),
+            contextlib.closing(pyetcd.client(host, port, timeout=5.0)) as client,
+        ):
+            client.put("one more", "")
+        self._server.kill()
+
+    def restart(self, *, keep_data: bool) -> None:
+        self._server.restart(keep_data=keep_data)
 
 
 class EtcdTarget(RegisteredTarget):

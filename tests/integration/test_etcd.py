@@ -158,8 +158,23 @@ def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
     # Eight nodes each: the run's lease, the document's, one of their own, and an entry.
     once = {"LeaseKeepAlive": 8, "LeaseTimeToLive": 8, "LeaseGrant": 8, "Txn": 8}
     assert joins == [once, once]
-    assert firsts == [{"LeaseKeepAlive": 8, "Txn": 8, "Watch": 8}] * 2
+    # The first one begins to watch, and looks once when it does.
+    assert firsts == [{"LeaseKeepAlive": 8, "Txn": 16, "Watch": 8}] * 2
     assert beats == [{"LeaseKeepAlive": 8, "Txn": 8}] * 2
+
+
+def test_who_waits_again_and_again_asks_for_nothing(server: Any, opened: Any) -> None:
+    writer = opened(EtcdRendezvousBackend(server.endpoint(), "waiting"))
+    node = opened(EtcdRendezvousBackend(server.endpoint(), "waiting"))
+    _, token, _ = writer.set_state(b"0")
+    before = handled(server)
+    for number in range(1, 5):
+        waiting = Background(partial(node.wait_for_change, token, TTL_SECONDS)).still_blocked()
+        found = writer.set_state(str(number).encode(), token)[:2]
+        assert waiting.result() == found
+        token = found[1]
+    asked = difference(before, handled(server))
+    assert asked == {"Watch": 1, "Txn": 1 + 4}, "one watch, one look, and what was written"
 
 
 def handled(server: Any) -> dict[str, float]:
@@ -367,6 +382,8 @@ def test_a_node_that_has_not_heard_knows_the_age_by_the_lease(server: Any, opene
         ("etcd://host", ("host", 2379)),
         ("http://a:1;http://b:2", ("a", 1)),
         ("etcd://u:p%2C@a:1,b:2", ("a", 1)),
+        ("etcd://u:p%3Fx%40@a:1", ("a", 1)),
+        ("etcds://a:1?server_name=x@y", ("a", 1)),
         ("etcds://host:8?server_name=x", ("host", 8)),
         ("[::1]:5", ("::1", 5)),
     ],
@@ -378,7 +395,13 @@ def test_every_documented_kind_of_endpoint_is_taken(endpoint: str, route: object
 @pytest.mark.parametrize(
     ("endpoint", "says"),
     [
-        ("", "no host and port"),
+        ("", "there is none"),
+        (" ", "there is none"),
+        ("etcd://u:hunter22?x@host:1", "%3F"),
+        ("etcd://u:22?hunter22@host:1", "%3F"),
+        ("etcd://u:22?hunter22=y@host:1", "%3F"),
+        ("etcd://u:a@b?hunter22@host:1", "%3F"),
+        ("host:1?port", "port is no option"),
         ("redis://host", "scheme"),
         ("etcd://a;etcds://b", "scheme"),
         ("host:port", "no host and port"),

@@ -18,7 +18,7 @@ from rdzv.conformance.suites import (
 )
 from rdzv.conformance.target import Target
 
-from .etcd_targets import EtcdTarget
+from .etcd_targets import EtcdTarget, OneMember
 
 NO_CLOCK = "etcd tells when a lease ends only to those who ask for it by its number"
 GRPC_CLOCK = "gRPC's deadlines rest on time.time(), which the clause sets for Python alone"
@@ -27,7 +27,7 @@ GRPC_CLOCK = "gRPC's deadlines rest on time.time(), which the clause sets for Py
 class _Etcd:
     @pytest.fixture
     def target(self, request: pytest.FixtureRequest) -> Iterator[Target]:
-        target = EtcdTarget(server_or_not_run(request, "etcd"))
+        target = EtcdTarget(OneMember(server_or_not_run(request, "etcd")))
         yield target
         target.close()
 

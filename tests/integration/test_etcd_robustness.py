@@ -6,21 +6,27 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyetcd  # type: ignore[import-untyped]
 import pytest
 
-from rdzv.backends import etcd_age
+from rdzv.backends import etcd_follow
 from rdzv.backends.etcd import EtcdRendezvousBackend
+from rdzv.backends.etcd_channel import CALLS_MAX
+from rdzv.backends.etcd_client import within
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.store_kit import Background
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
+from .etcd_servers import EtcdProcess
 from .operations import until
 from .test_etcd import TTL_SECONDS
 
@@ -122,8 +128,8 @@ def test_a_watch_that_ends_by_its_deadline_is_no_failure(server: Any, opened: An
 def test_a_watch_that_ends_by_its_deadline_is_renewed_without_a_pause(
     server: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_age, "WATCH_SECONDS_MAX", 1.0)
-    monkeypatch.setattr(etcd_age, "PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(etcd_follow, "WATCH_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(etcd_follow, "PAUSE_SECONDS_FIRST", 1000.0)
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "renewed"))
     watch, begun = backend._etcd.watch, []
 
@@ -157,7 +163,7 @@ def test_a_start_that_took_longer_than_its_lease_is_a_documented_error(
     server: Any, opened: Any
 ) -> None:
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "stopped at the start"))
-    backend._etcd.grant = lambda _: (NO_LEASE, 1)
+    backend._etcd.put = partial(backend._etcd.put, lease=NO_LEASE)
     with pytest.raises(RendezvousConnectionError, match="lease not found"):
         backend.open()
 
@@ -168,3 +174,39 @@ def test_a_token_that_cannot_be_etcds_loses(server: Any, opened: Any) -> None:
     mark = token.partition(":")[2]
     for revision in ("0", "9" * 19, "\u0661", ""):
         assert backend.set_state(b"2", f"{revision}:{mark}") == (b"1", token, False)
+
+
+def test_one_who_is_in_a_hurry_ends_nobody_elses_call(tmp_path: Path, opened: Any) -> None:
+    with contextlib.closing(EtcdProcess(tmp_path)) as process:
+        backend = opened(EtcdRendezvousBackend(process.endpoint(), "run"))
+        _, token, _ = backend.set_state(b"1")
+        etcd = backend._etcd
+        process.pause()
+        patient = Background(partial(backend.set_state, b"2", token))
+        (link,) = etcd._links.values()
+        until(lambda: link.running)
+        with within(0.0), pytest.raises(RendezvousConnectionError, match="DEADLINE_EXCEEDED"):
+            etcd.read(etcd.get(b"x"))
+        process.resume()
+        assert patient.result()[2], "a write of somebody else was given up"
+        assert etcd._links == {}, "a new call would ask where nothing was heard"
+        backend.get_state()
+        assert etcd._silent == []
+
+
+def test_calls_that_hang_do_not_keep_those_to_another_server(
+    tmp_path: Path, server: Any, opened: Any
+) -> None:
+    with contextlib.closing(EtcdProcess(tmp_path)) as process:
+        hanging = opened(EtcdRendezvousBackend(process.endpoint(), "run"))
+        hanging.set_state(b"1")
+        other = opened(EtcdRendezvousBackend(server.endpoint(), "run"))
+        other.set_state(b"1")
+        (link,) = hanging._etcd._links.values()
+        process.pause()
+        for _ in range(2 * CALLS_MAX):
+            Background(hanging.get_state)
+        until(lambda: len(link.running) >= CALLS_MAX)
+        started = time.monotonic()
+        assert other.get_state()[0] == b"1"
+        assert time.monotonic() - started < hanging._etcd.options.request_seconds - 1.0

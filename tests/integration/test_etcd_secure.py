@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import shlex
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyetcd import etcdrpc  # type: ignore[import-untyped]
 
 from rdzv.backends.etcd import EtcdRendezvousBackend
 from rdzv.backends.etcd_options import EtcdOptions
@@ -21,70 +18,18 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
-from .etcd_servers import CALL_SECONDS, EtcdProcess, certificates, channel_to
+from .etcd_servers import SHORT_TOKENS, TOKEN_SECONDS, EtcdProcess, certificates, guard, tls_options
 from .operations import reach, use_all
 from .test_etcd import TTL_SECONDS
-
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "etcd.md"
-TOKEN_SECONDS = 1
-
-
-class Administrator:
-    """What ``etcdctl`` does, by the same requests."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-
-    def ask(self, method: str, request: Any) -> Any:
-        with channel_to(self._endpoint) as channel:
-            return getattr(etcdrpc.AuthStub(channel), method)(request, timeout=CALL_SECONDS)
-
-    def run(self, line: str) -> None:
-        program, kind, verb, *rest = shlex.split(line)
-        assert program == "etcdctl"
-        if (kind, verb) == ("role", "add"):
-            self.ask("RoleAdd", etcdrpc.AuthRoleAddRequest(name=rest[0]))
-        elif (kind, verb) == ("role", "grant-permission"):
-            role, prefix, access, key = rest
-            assert (prefix, access) == ("--prefix=true", "readwrite")
-            end = key[:-1] + chr(ord(key[-1]) + 1)
-            permission = etcdrpc.Permission(
-                permType=etcdrpc.Permission.READWRITE, key=key.encode(), range_end=end.encode()
-            )
-            granted = etcdrpc.AuthRoleGrantPermissionRequest(name=role, perm=permission)
-            self.ask("RoleGrantPermission", granted)
-        elif (kind, verb) == ("user", "add"):
-            user, _, password = rest[0].partition(":")
-            self.ask("UserAdd", etcdrpc.AuthUserAddRequest(name=user, password=password))
-        else:
-            assert (kind, verb) == ("user", "grant-role")
-            self.ask("UserGrantRole", etcdrpc.AuthUserGrantRoleRequest(user=rest[0], role=rest[1]))
-
-    def enable(self) -> None:
-        for line in ("role add root", "user add root:rootsecret", "user grant-role root root"):
-            self.run(f"etcdctl {line}")
-        self.ask("AuthEnable", etcdrpc.AuthEnableRequest())
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The endpoint of a server that knows the documented user, and whose tokens live shortly."""
-    options = (f"--auth-token-ttl={TOKEN_SECONDS}", "--bcrypt-cost=4")
-    process = EtcdProcess(tmp_path_factory.mktemp("guarded"), *options)
+    process = EtcdProcess(tmp_path_factory.mktemp("guarded"), *SHORT_TOKENS)
     with contextlib.closing(process):
         guard(process.endpoint())
         yield process.endpoint()
-
-
-def guard(endpoint: str) -> None:
-    """Enable authentication, with the documented user and role."""
-    administrator = Administrator(endpoint)
-    (lines,) = re.findall(
-        r"<!-- test: least privilege -->\n```\n(.*?)\n```", DOCS.read_text(), re.S
-    )
-    for line in lines.splitlines():
-        administrator.run(line)
-    administrator.enable()
 
 
 def test_the_documented_rights_are_enough(guarded: str, opened: Any) -> None:
@@ -155,9 +100,7 @@ def test_authentication_that_is_enabled_later_stops_nobody_with_a_password(
 @pytest.mark.parametrize("by", ["url", "conf"])
 def test_tls_with_client_certificates(tmp_path: Path, opened: Any, by: str) -> None:
     files = certificates(tmp_path)
-    options = [f"--cert-file={files['server.pem']}", f"--key-file={files['server.key']}"]
-    options += [f"--trusted-ca-file={files['ca.pem']}", "--client-cert-auth"]
-    process = EtcdProcess(tmp_path / "server", *options, scheme="https")
+    process = EtcdProcess(tmp_path / "server", *tls_options(files), scheme="https")
     with contextlib.closing(process):
         endpoint, mine = process.endpoint(), EtcdOptions()
         names = {"ca_cert": "ca.pem", "cert": "client.pem", "key": "client.key"}

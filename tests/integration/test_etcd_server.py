@@ -8,7 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,19 @@ import pytest
 import torch.distributed as dist
 
 from rdzv.backends.etcd import EtcdRendezvousBackend
+from rdzv.backends.etcd_options import EtcdOptions
 from rdzv.backends.etcd_server import EtcdServer
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
-from .etcd_servers import EtcdProcess
+from .etcd_servers import EtcdProcess, guard
 from .operations import until
 from .test_etcd import TTL_SECONDS
+
+SHORT_SECONDS = 1.0
+STUCK_SECONDS_MAX = 4.0
+"""A request of its own patience would take five."""
 
 
 def test_a_server_of_ones_own(tmp_path: Path) -> None:
@@ -62,6 +70,25 @@ def test_a_server_of_ones_own_ends_with_the_program() -> None:
     assert not Path(said[1]).exists()
 
 
+@pytest.mark.full
+def test_a_forked_process_does_not_end_its_parents_server() -> None:
+    program = (
+        "import os, sys\n"
+        "from rdzv.backends.etcd_server import EtcdServer\n"
+        "server = EtcdServer()\nserver.start()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    server.stop()\n"
+        "    sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert os.path.isdir(server._temporary)\n"
+        "client = server.get_client()\n"
+        "client.put('kept', '1')\n"
+        "client.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+
+
 def test_a_server_that_cannot_start_says_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -74,6 +101,47 @@ def test_a_server_that_cannot_start_says_why(
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", str(script))
     with pytest.raises(RendezvousConnectionError, match=r"ended with 3[\s\S]*out of luck"):
         EtcdServer().start(num_retries=2)
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["open", "guarded"])
+def test_a_call_on_a_server_that_hangs_ends_in_time(
+    tmp_path: Path, opened: Any, secured: bool
+) -> None:
+    with contextlib.closing(EtcdProcess(tmp_path, "--bcrypt-cost=4")) as process:
+        if secured:
+            guard(process.endpoint())
+        endpoint = f"etcd://rdzv:secret@{process.endpoint()}" if secured else process.endpoint()
+        options = EtcdOptions(read_timeout_seconds=SHORT_SECONDS)
+        # Those that are new have to log in first; the others have a connection.
+        stores = [opened(EtcdStore(endpoint, "run")) for _ in range(2)]
+        backends = [opened(EtcdRendezvousBackend(endpoint, "run", options)) for _ in range(2)]
+        stores[0].add("n", 1)
+        backends[0].set_state(b"1")
+        for store in stores:
+            store.set_timeout(timedelta(seconds=SHORT_SECONDS))
+        process.pause()
+        calls: list[Callable[[], object]] = []
+        for store, backend in zip(stores, backends, strict=True):
+            calls += [partial(store.add, "n", 1), partial(store.get, "n")]
+            calls += [partial(store.check, ["n"]), partial(store.wait, ["none"])]
+            calls += [partial(store.queue_pop, "q"), backend.get_state]
+            calls += [partial(backend.beat, "node", TTL_SECONDS, Question())]
+            calls += [partial(backend.set_state, b"2")]
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for error, took_seconds in pool.map(failure_of, calls):
+                assert isinstance(error, (dist.DistNetworkError, RendezvousConnectionError))
+                assert "server runs" in str(error)
+                assert took_seconds < STUCK_SECONDS_MAX
+
+
+def failure_of(call: Callable[[], object]) -> tuple[Exception | None, float]:
+    """What a call raised, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return error, time.monotonic() - started
+    return None, time.monotonic() - started
 
 
 @pytest.mark.full
