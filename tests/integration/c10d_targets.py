@@ -31,6 +31,8 @@ def tcp_server(folder: Path) -> ProcessServer:
 TIMES = {"read_timeout": "6"}
 """Clauses in which nothing answers wait for it. Not shorter: torch looks up a name for each
 connection, and a name server that is silent keeps it for five seconds."""
+LONG = ("faults", "concurrency", "values", "waits", "queues")
+"""The groups of clauses that are tried in the full run only."""
 IN_MEMORY = "it keeps everything in its host's memory"
 
 

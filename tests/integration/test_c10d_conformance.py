@@ -1,9 +1,8 @@
-"""The conformance kit on torch's own TCPStore and FileStore under our handler."""
+"""The conformance kit on torch's own TCPStore under our handler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,10 @@ from rdzv.conformance.suites import (
 )
 from rdzv.conformance.target import Target
 
-from .c10d_targets import FileStoreTarget, TcpStoreTarget, tcp_server
+from .c10d_targets import LONG, TcpStoreTarget, tcp_server
+
+FAULTS_READ_TIMEOUT = "2"
+"""Where answers are lost on purpose, they are not waited for for long."""
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +33,12 @@ def tcp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessServer]:
 
 class _Tcp:
     @pytest.fixture
-    def target(self, tcp: ProcessServer) -> Iterator[Target]:
-        target = TcpStoreTarget(tcp)
+    def target(self, tcp: ProcessServer, request: pytest.FixtureRequest) -> Iterator[Target]:
+        faults = {f"test_{each.name}" for each in request.cls.clauses if each.group == "faults"}
+        config = {"read_timeout": FAULTS_READ_TIMEOUT} if request.node.name in faults else {}
+        target = TcpStoreTarget(tcp, **config)
         yield target
         target.close()
-
-
-class _File:
-    @pytest.fixture
-    def target(self, tmp_path: Path) -> Iterator[Target]:
-        target = FileStoreTarget(tmp_path / "rdzv.store")
-        yield target
-        target.close()
-
-
-LONG = ("faults", "concurrency", "values", "waits", "queues")
 
 
 @marked(pytest.mark.full, *LONG)
@@ -70,27 +63,4 @@ class TestTcpStoreStore(_Tcp, StoreSuite):
 
 @marked(pytest.mark.full, "membership", "closing", "outages", "torch's handler")
 class TestTcpStoreHandler(_Tcp, HandlerSuite):
-    pass
-
-
-@marked(pytest.mark.full, *LONG)
-class TestFileStoreBackend(_File, BackendSuite):
-    pass
-
-
-class TestFileStoreRoster(_File, RosterSuite):
-    pass
-
-
-class TestFileStoreWatch(_File, WatchSuite):
-    pass
-
-
-@pytest.mark.full
-class TestFileStoreStore(_File, StoreSuite):
-    pass
-
-
-@pytest.mark.full
-class TestFileStoreHandler(_File, HandlerSuite):
     pass

@@ -1,0 +1,164 @@
+"""TCPStore: connections that are lost without a word, and nodes that go without one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from rdzv import registry
+from rdzv.backends import c10d, c10d_bell, c10d_threads
+from rdzv.backends.c10d import C10dRendezvousBackend
+from rdzv.backends.c10d_places import TcpPlace
+from rdzv.backends.c10d_threads import KEEP_ALIVE
+from rdzv.conformance.proxy import Proxy
+from rdzv.ports import Entry, Question
+from rdzv.stores import c10d as stores
+
+from .c10d_targets import tcp_server
+from .operations import until
+
+TTL_SECONDS = 60.0
+LONG_SECONDS = 60.0
+SOON_SECONDS = 20.0
+BELL = "rdzv-c10d-bell"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        number: int = probe.getsockname()[1]
+        return number
+
+
+def opened_tcp(opened: list[Any], port: int, run_id: str = "job") -> Any:
+    backend, store = registry.open_backend(
+        RendezvousParameters(
+            *("tcpstore", f"127.0.0.1:{port}", run_id, 1, 1),
+            close_timeout=str(LONG_SECONDS),
+            read_timeout="10",
+        )
+    )
+    opened += [backend, store]
+    return backend
+
+
+def announced(backend: Any, node_id: str) -> None:
+    backend.announce(Entry(node_id, b"", "round"), TTL_SECONDS, Question())
+
+
+def seconds_to_close(backend: Any) -> float:
+    started = time.monotonic()
+    backend.close()
+    return time.monotonic() - started
+
+
+# Connections
+
+
+def test_a_listener_whose_connection_is_forgotten_connects_anew(
+    opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c10d_bell, "DEAF_SECONDS", 0.2)
+    server = tcp_server(tmp_path)
+    opened.append(server)
+    proxy = Proxy(server.address)
+    opened.append(proxy)
+    direct, through = (TcpPlace(*each.address, is_host=False) for each in (server, proxy))
+    bells: list[TcpPlace] = []
+
+    def connect(seconds: float) -> Any:
+        if threading.current_thread().name != BELL:
+            return direct.connect(seconds)
+        bells.append(direct if bells else through)
+        return bells[-1].connect(seconds)
+
+    listening = C10dRendezvousBackend(connect, "job")
+    writing = C10dRendezvousBackend(direct.connect, "job")
+    opened += [listening, writing]
+    announced(listening, "node")
+    until(lambda: listening._listener is not None and listening._listener.listening)
+    # What a firewall does that forgets: neither end hears of it.
+    proxy.black_hole()
+    _, token, _ = writing.set_state(b"1")
+
+    def connects_anew() -> bool:
+        assert listening.beat("node", TTL_SECONDS, Question()).token == token
+        return len(bells) == 2
+
+    until(connects_anew)
+    until(lambda: listening._listener is not None and listening._listener.listening)
+    _, token, _ = writing.set_state(b"2", token)
+    until(lambda: token in listening._dates)
+
+
+def test_idle_connections_are_kept_alive(opened: list[Any], port: int) -> None:
+    backend = opened_tcp(opened, port)
+    link, listener = backend._links._link, backend._listener
+    until(lambda: listener.listening)
+    kept = []
+
+    def look(connection: socket.socket) -> bool:
+        on = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        kept.append((on, idle))
+        return True
+
+    for thread in (link._thread, listener._thread):
+        for descriptor, inode in c10d_threads._opened[thread]:
+            assert c10d_threads._with_socket(descriptor, inode, look)
+    assert kept == 2 * [(1, KEEP_ALIVE["TCP_KEEPIDLE"])]
+
+
+def test_who_leaves_does_not_wait_for_a_host_that_is_gone(opened: list[Any], port: int) -> None:
+    host, other = (opened_tcp(opened, port) for _ in range(2))
+    assert host._place.hosts
+    host._place.close()
+    # Its connections are of no use any more, and no process of this machine is to host now.
+    assert seconds_to_close(other) < stores.FAREWELL_SECONDS + 2 * c10d.THREADS_END_SECONDS
+    assert not other._place.hosts
+
+
+# Nodes
+
+
+def test_a_host_does_not_wait_for_nodes_of_another_run(opened: list[Any], port: int) -> None:
+    host = opened_tcp(opened, port)
+    assert host._place.hosts
+    opened_tcp(opened, port, "another job")
+    assert seconds_to_close(host) < SOON_SECONDS
+
+
+def test_a_host_does_not_wait_for_who_was_ended_after_it_withdrew(
+    opened: list[Any], port: int
+) -> None:
+    host, other = (opened_tcp(opened, port) for _ in range(2))
+    for number, backend in enumerate((host, other)):
+        announced(backend, f"node{number}")
+        backend.withdraw(f"node{number}", TTL_SECONDS)
+    # SIGTERM ends it here: it says nothing any more.
+    assert stores.LINGER_WITHDRAWN_SECONDS <= seconds_to_close(host) < SOON_SECONDS
+    assert other._attended_life
+
+
+def test_a_host_waits_for_who_is_live_though_others_have_withdrawn(
+    opened: list[Any], port: int
+) -> None:
+    host, ended, working = (opened_tcp(opened, port) for _ in range(3))
+    for number, backend in enumerate((host, ended, working)):
+        announced(backend, f"node{number}")
+    host.withdraw("node0", TTL_SECONDS)
+    ended.withdraw("node1", TTL_SECONDS)
+    leaving = threading.Thread(target=host.close)
+    leaving.start()
+    leaving.join(stores.LINGER_WITHDRAWN_SECONDS + 2.0)
+    assert leaving.is_alive()
+    assert working.get_state() is None
+    working.withdraw("node2", TTL_SECONDS)
+    leaving.join(SOON_SECONDS)
+    assert not leaving.is_alive()
