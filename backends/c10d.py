@@ -188,20 +188,24 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     ) -> tuple[bytes, Token] | None:
         deadline = time.monotonic() + timeout_seconds
         pushes = self._pushes and revision is None
-        pause = LOOK_FIRST_SECONDS
+        pause, looks = LOOK_FIRST_SECONDS, 0
         while True:
             wakes = self._wakes
             if pushes:
                 self._listen()
-            found, now_revision = self._ask(lambda session: session.changed(token))
-            self._seen(found)
-            if found != token:
-                return None if found is None else self.get_state()
-            if revision is not None and now_revision != revision:
-                return None
+            # What the listener has just told need not be asked for; nor is None, which says that
+            # nothing has changed, ever returned unasked.
+            if not (pushes and looks == 0 and self._is_heard(token)):
+                found, now_revision, document = self._ask(lambda session: session.changed(token))
+                self._seen(found)
+                if found != token:
+                    return document
+                if revision is not None and now_revision != revision:
+                    return None
+                if time.monotonic() >= deadline:
+                    return None
+            looks += 1
             left = deadline - time.monotonic()
-            if left <= 0:
-                return None
             with self._changed:
                 if pushes:
                     self._changed.wait_for(
@@ -277,6 +281,10 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 )
                 _listening.add(self)
 
+    def _is_heard(self, token: object) -> bool:
+        """Whether the listener knows that this is the newest document, or was just now."""
+        return self._listener is not None and self._listener.knows(token)
+
     def _heard(self, token: str | None, at: float) -> None:
         """The bell has rung."""
         self._seen(token, at=at)
@@ -343,10 +351,14 @@ class _Session:
             raise RendezvousStateError("The tally was not written by rdzv.") from error
         return _Look(self.chain.head(values[1]), tally, values[3], values[4:])
 
-    def changed(self, token: object) -> tuple[str | None, str]:
-        """The token and the roster's revision."""
+    def changed(self, token: object) -> tuple[str | None, str, tuple[bytes, str] | None]:
+        """The token, the roster's revision, and the document where the token is another one."""
         look = self.look()
-        return look.head.token, self._revision(look.tally)
+        found, document = look.head.token, None
+        if found is not None and found != token:
+            document = self.chain.document(look.head)
+            found = document[1] if document is not None else None
+        return found, self._revision(look.tally), document
 
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
         key = self.roster.key("entry", node_id)

@@ -48,6 +48,10 @@ class Listener:
         self._thread.join(seconds)
         c10d_threads.end(self._thread, seconds)
 
+    def knows(self, token: object) -> bool:
+        """Whether every change has been heard, and this token was the last."""
+        return self.listening and token is not None and token == self._heard
+
     def compare(self, token: str | None) -> None:
         """Take note of what a request has shown. A connection that a firewall has forgotten looks
         like one on which nothing happens: when it has missed something, it is broken and made
@@ -83,8 +87,12 @@ class Listener:
         store.set_timeout(timedelta(seconds=self._request_seconds))
         base, last, at = self._base, b"", time.monotonic()
         laid_out(store, base)
+        following = 0
         while not self.closed.is_set():
             head, bell = store.multi_get([base + "head", base + "bell"])
+            if int(bell) < following:
+                # Whoever rang it counts it a moment later, unless it has died.
+                count_bell(store, base, following)
             if head != last:
                 parts = head.split(b" ")
                 token = parts[1].decode() if len(parts) == 3 else None
@@ -92,7 +100,6 @@ class Listener:
                 self._tell(token, at)
                 last = head
             self.listening = True
-            following = int(bell) + 1
+            following = max(int(bell), following) + 1
             store.wait([f"{base}bell/{following}"], timedelta(seconds=BELL_SECONDS))
             at = time.monotonic()
-            count_bell(store, base, following)

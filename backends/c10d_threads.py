@@ -16,11 +16,14 @@ import errno
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
+
+from rdzv.backends.options import REQUEST_SECONDS_MAX
 
 T = TypeVar("T")
 
@@ -30,6 +33,10 @@ CUT_AGAIN_SECONDS = 0.1
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Seconds, seconds, probes. A firewall forgets what is silent for longer, often after minutes,
 and one end of a connection that is forgotten waits for ever; torch sets nothing of this."""
+ANSWER_SECONDS = REQUEST_SECONDS_MAX + 1.0
+"""So long one of torch's requests waits for the next bytes of its answer: longer than anybody who
+asked. It would wait for ever, and ``list_keys`` holds Python's global lock meanwhile: no thread of
+the process could run. A ``wait`` has its own timeout, and is not cut short by this."""
 EXIT_SECONDS = 5.0
 """So long the interpreter's end waits for a thread that does not end, such as one in a file."""
 
@@ -103,7 +110,7 @@ def connected(peer: _Peer, make: Callable[[], T], seconds: float) -> T:
         made = make()
         _opened[thread] = opening.sockets()
         for descriptor, inode in _opened[thread]:
-            _with_socket(descriptor, inode, _keep_alive)
+            _with_socket(descriptor, inode, _bound)
         return made
     finally:
         _opening.pop(thread, None)
@@ -173,7 +180,10 @@ def _shut_down(connection: socket.socket) -> bool:
     return True
 
 
-def _keep_alive(connection: socket.socket) -> bool:
+def _bound(connection: socket.socket) -> bool:
+    """Let a connection on which nothing comes any more not be waited for for ever."""
+    seconds = struct.pack("ll", int(ANSWER_SECONDS), 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
         if hasattr(socket, name):

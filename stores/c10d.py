@@ -333,7 +333,15 @@ class C10dClient(StoreClient):
 
     def list_keys(self, prefix: str) -> list[str]:
         begin = self._value("")
-        found: list[str] = self._read(lambda store: store.list_keys())
+
+        def read(store: Any) -> list[str]:
+            # Torch holds Python's global lock while it waits for this answer, so that no thread of
+            # the process runs: let only a server be asked that has answered just now.
+            store.check([begin])
+            keys: list[str] = store.list_keys()
+            return keys
+
+        found = self._read(read)
         keys = [key[len(begin) :] for key in found if key.startswith(begin)]
         return [key for key in keys if key.startswith(prefix)]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rdzv import registry
@@ -16,6 +19,7 @@ from rdzv.backends import c10d, c10d_bell, c10d_threads
 from rdzv.backends.c10d import C10dRendezvousBackend
 from rdzv.backends.c10d_places import TcpPlace
 from rdzv.backends.c10d_threads import KEEP_ALIVE
+from rdzv.conformance.fault_kit import Call
 from rdzv.conformance.proxy import Proxy
 from rdzv.ports import Entry, Question
 from rdzv.stores import c10d as stores
@@ -37,6 +41,10 @@ def port() -> int:
 
 
 def opened_tcp(opened: list[Any], port: int, run_id: str = "job") -> Any:
+    return opened_both(opened, port, run_id)[0]
+
+
+def opened_both(opened: list[Any], port: int, run_id: str = "job") -> tuple[Any, Any]:
     backend, store = registry.open_backend(
         RendezvousParameters(
             *("tcpstore", f"127.0.0.1:{port}", run_id, 1, 1),
@@ -45,7 +53,7 @@ def opened_tcp(opened: list[Any], port: int, run_id: str = "job") -> Any:
         )
     )
     opened += [backend, store]
-    return backend
+    return backend, store
 
 
 def announced(backend: Any, node_id: str) -> None:
@@ -122,6 +130,39 @@ def test_who_leaves_does_not_wait_for_a_host_that_is_gone(opened: list[Any], por
     # Its connections are of no use any more, and no process of this machine is to host now.
     assert seconds_to_close(other) < stores.FAREWELL_SECONDS + 2 * c10d.THREADS_END_SECONDS
     assert not other._place.hosts
+
+
+def test_a_silent_server_does_not_stop_the_process(opened: list[Any], tmp_path: Path) -> None:
+    """Torch's ``list_keys`` holds Python's global lock while it waits for its answer."""
+    server = tcp_server(tmp_path)
+    opened.append(server)
+    _, store = opened_both(opened, server.address[1])
+    store.set("key", "value")
+    assert store.list_keys() == ["key"]
+    store.set_timeout(timedelta(seconds=0.5))
+    server.pause()
+    ticks, pause = [time.monotonic()], threading.Event()
+    asking = Call(store.list_keys)
+    while not asking.has_ended:
+        pause.wait(0.05)
+        ticks.append(time.monotonic())
+    server.resume()
+    assert not asking.has_returned
+    longest = max(later - earlier for earlier, later in itertools.pairwise(ticks))
+    assert longest < c10d_threads.ANSWER_SECONDS / 2
+
+
+def test_no_answer_is_waited_for_for_ever(opened: list[Any], tmp_path: Path) -> None:
+    server = tcp_server(tmp_path)
+    opened.append(server)
+    raw = TcpPlace(*server.address, is_host=False).connect(SOON_SECONDS)
+    assert raw.list_keys() == []
+    server.pause()
+    started = time.monotonic()
+    with pytest.raises(dist.DistError):
+        raw.list_keys()
+    assert time.monotonic() - started < SOON_SECONDS
+    server.resume()
 
 
 # Nodes
