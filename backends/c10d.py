@@ -162,10 +162,14 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             self._listen()
 
         def steps(session: _Session) -> Pulse:
+            session.roster.counted = None
             with self._doubting(entry.node_id):
                 session.roster.announce(entry, ttl_seconds)
-            self._settle(session, entry.node_id)
-            return session.pulse(entry.node_id, question, keep=False)
+            counted = session.roster.counted
+            if self._settle(session, entry.node_id):
+                counted = None
+            # Of many who arrive at once, one alone is to find that it is the first.
+            return session.pulse(entry.node_id, question, keep=False, counted=counted)
 
         return self._dated(self._ask(steps))
 
@@ -225,11 +229,14 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         if not known:
             self._doubted.discard(node_id)
 
-    def _settle(self, session: _Session, node_id: str) -> None:
-        """After a change that succeeded, if one before it may have been done by half."""
-        if node_id in self._doubted:
-            session.roster.settle(session.roster.key("entry", node_id))
-            self._doubted.discard(node_id)
+    def _settle(self, session: _Session, node_id: str) -> bool:
+        """After a change that succeeded, if one before it may have been done by half; whether
+        that was so."""
+        if node_id not in self._doubted:
+            return False
+        session.roster.settle(session.roster.key("entry", node_id))
+        self._doubted.discard(node_id)
+        return True
 
     def _ask(self, job: Callable[[_Session], T], seconds: float | None = None) -> T:
         try:
@@ -371,8 +378,11 @@ class _Session:
                 self.roster.beaten(key, ttl_seconds)
         return self.pulse(node_id, question, keep=True)
 
-    def pulse(self, node_id: str, question: Question, *, keep: bool) -> Pulse:
-        """The answer to a node. With ``keep``, it watches others if that falls to it."""
+    def pulse(
+        self, node_id: str, question: Question, *, keep: bool, counted: int | None = None
+    ) -> Pulse:
+        """The answer to a node. With ``keep``, it watches others if that falls to it. ``counted``
+        is the tally of the moment that the answer is to be about, if not now."""
         roster = self.roster
         mine, peer = roster.key("entry", node_id), roster.key("entry", question.peer_id)
         keys = []
@@ -386,14 +396,15 @@ class _Session:
             census = roster.census(look.tally)
         present, peer_live = self._is_live(keys, look, mine), self._is_live(keys, look, peer)
         if roster.expiries != expiries:
-            look = self.look(*keys)
+            look, counted = self.look(*keys), None
+        tally = look.tally if counted is None else counted
         age = None
         if look.head.stamp_ms is not None and (now_ms := self._clock()) is not None:
             age = max(0.0, (now_ms - look.head.stamp_ms) / 1000)
         return Pulse(
             token=look.head.token,
-            live=look.tally % REVISION,
-            revision=self._revision(look.tally),
+            live=tally % REVISION,
+            revision=self._revision(tally),
             present=present,
             peer_live=peer_live,
             confirmed=max(0, int(look.rest[-1])) if question.round_label else 0,

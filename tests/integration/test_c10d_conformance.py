@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,11 +14,12 @@ from rdzv.conformance.suites import (
     RosterSuite,
     StoreSuite,
     WatchSuite,
+    deviates,
     marked,
 )
 from rdzv.conformance.target import Target
 
-from .c10d_targets import LONG, TcpStoreTarget, tcp_server
+from .c10d_targets import LONG, NO_CLOCK, TcpStoreTarget, tcp_server
 
 FAULTS_READ_TIMEOUT = "2"
 """Where answers are lost on purpose, they are not waited for for long."""
@@ -31,11 +33,20 @@ def tcp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessServer]:
     server.close()
 
 
+LOCKED = (
+    "torch's TCPStore.list_keys holds Python's global lock while it waits for its answer, which "
+    "the kit's proxy, a thread of the same process, cannot bring then (test_c10d_losses.py does "
+    "the same without it)"
+)
+
+
 class _Tcp:
     @pytest.fixture
     def target(self, tcp: ProcessServer, request: pytest.FixtureRequest) -> Iterator[Target]:
         faults = {f"test_{each.name}" for each in request.cls.clauses if each.group == "faults"}
-        config = {"read_timeout": FAULTS_READ_TIMEOUT} if request.node.name in faults else {}
+        config: dict[str, Any] = (
+            {"read_timeout": FAULTS_READ_TIMEOUT} if request.node.name in faults else {}
+        )
         target = TcpStoreTarget(tcp, **config)
         yield target
         target.close()
@@ -56,11 +67,18 @@ class TestTcpStoreWatch(_Tcp, WatchSuite):
     pass
 
 
+@deviates("store_calls_in_a_black_hole_fail_in_time", LOCKED, run=False)
+@deviates("store_calls_over_a_cut_network_fail_in_time", LOCKED, run=False)
+@deviates("store_calls_whose_answers_are_all_lost_fail_in_time", LOCKED, run=False)
 @pytest.mark.full
 class TestTcpStoreStore(_Tcp, StoreSuite):
     pass
 
 
 @marked(pytest.mark.full, "membership", "closing", "outages", "torch's handler")
-class TestTcpStoreHandler(_Tcp, HandlerSuite):
-    pass
+class TestTcpStoreHandler(HandlerSuite):
+    @pytest.fixture
+    def target(self, tcp: ProcessServer) -> Iterator[Target]:
+        target = TcpStoreTarget(tcp, without={"server_clock": NO_CLOCK})
+        yield target
+        target.close()

@@ -19,17 +19,30 @@ from rdzv.backends import c10d, c10d_bell, c10d_threads
 from rdzv.backends.c10d import C10dRendezvousBackend
 from rdzv.backends.c10d_places import TcpPlace
 from rdzv.backends.c10d_threads import KEEP_ALIVE
-from rdzv.conformance.fault_kit import Call
+from rdzv.conformance import fault_store_cases
+from rdzv.conformance.fault_kit import (
+    FAULTS,
+    STORE_ERRORS,
+    STORE_TIMEOUT_SECONDS,
+    Call,
+    Calls,
+    all_fail_in_time,
+    all_recover,
+    no_connection_is_left,
+    store_of,
+    through_proxy,
+)
 from rdzv.conformance.proxy import Proxy
 from rdzv.ports import Entry, Question
 from rdzv.stores import c10d as stores
 
-from .c10d_targets import tcp_server
+from .c10d_targets import TcpStoreTarget, tcp_server
 from .operations import until
 
 TTL_SECONDS = 60.0
 LONG_SECONDS = 60.0
 SOON_SECONDS = 20.0
+LISTING = ("num_keys", "list_keys")
 BELL = "rdzv-c10d-bell"
 
 
@@ -163,6 +176,33 @@ def test_no_answer_is_waited_for_for_ever(opened: list[Any], tmp_path: Path) -> 
         raw.list_keys()
     assert time.monotonic() - started < SOON_SECONDS
     server.resume()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_calls_that_nobody_answers_fail_in_time_and_leave_nothing(
+    opened: list[Any], tmp_path: Path, fault: str
+) -> None:
+    """What the kit's clauses say, without what asks for ``list_keys``."""
+    server = tcp_server(tmp_path)
+    opened.append(server)
+    target = TcpStoreTarget(server, read_timeout="2")
+    opened.append(target)
+
+    def calls(mark: str) -> Calls:
+        every = fault_store_cases._every_call(target, store, mark)
+        return {name: each for name, each in every.items() if name not in LISTING}
+
+    with through_proxy(target) as proxy:
+        store = store_of(target)
+        store.set("there", "1")
+        FAULTS[fault](proxy)
+        all_fail_in_time(target, calls("during"), STORE_ERRORS, STORE_TIMEOUT_SECONDS)
+        proxy.heal()
+        all_recover(target, calls("after"), STORE_ERRORS, STORE_TIMEOUT_SECONDS)
+        assert store.get("after/set") == b"1"
+        target.close()
+        no_connection_is_left(proxy)
 
 
 # Nodes
