@@ -165,6 +165,7 @@ def test_a_silent_server_does_not_stop_the_process(opened: list[Any], tmp_path: 
     assert longest < c10d_threads.ANSWER_SECONDS / 2
 
 
+@pytest.mark.full
 def test_no_answer_is_waited_for_for_ever(opened: list[Any], tmp_path: Path) -> None:
     server = tcp_server(tmp_path)
     opened.append(server)
@@ -227,6 +228,7 @@ def test_a_host_does_not_wait_for_who_was_ended_after_it_withdrew(
     assert other._attended_life
 
 
+@pytest.mark.full
 def test_a_host_waits_for_who_is_live_though_others_have_withdrawn(
     opened: list[Any], port: int
 ) -> None:
