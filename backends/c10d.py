@@ -27,15 +27,13 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from rdzv.backends import c10d_threads
+from rdzv.backends.c10d_bell import Listener
 from rdzv.backends.c10d_chain import (
-    NO_HEAD,
     Chain,
     DataLost,
     Head,
-    count_bell,
+    laid_out,
     new_nonce,
-    ring,
 )
 from rdzv.backends.c10d_link import Link, Links
 from rdzv.backends.c10d_roster import REVISION, SMALL, RosterView, digest, parsed
@@ -49,13 +47,8 @@ LOOK_AGAIN_SECONDS = 5.0
 """A longer wait looks in between: a store that lost its data has nobody to wake us."""
 LOOK_FIRST_SECONDS = 0.005
 LOOK_MAX_SECONDS = 0.05
-BELL_SECONDS = 86_400.0
-"""How long a connection waits for the bell: torch logs a warning when such a wait ends in vain."""
-CLOSE_PAUSE_SECONDS = 0.05
-"""How long a backend that closes hopes for the bell before it rings itself."""
 THREADS_END_SECONDS = 1.0
 """How long a thread may take to end before its connection is broken, and again after that."""
-RECONNECT_PAUSE_SECONDS = 1.0
 DATES_KEPT = 8
 
 
@@ -91,7 +84,7 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         self._links = Links(self._open_session, f"rdzv-c10d-{name}", on_failure)
         self._changed = threading.Condition()
         self._wakes = 0
-        self._listener: _Listener | None = None
+        self._listener: Listener | None = None
         self._dates: dict[str, float | None] = {}
         self._doubted: set[str] = set()
         """Nodes whose last change may have been done by half."""
@@ -169,10 +162,14 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             self._listen()
 
         def steps(session: _Session) -> Pulse:
+            session.roster.counted = None
             with self._doubting(entry.node_id):
                 session.roster.announce(entry, ttl_seconds)
-            self._settle(session, entry.node_id)
-            return session.pulse(entry.node_id, question, keep=False)
+            counted = session.roster.counted
+            if self._settle(session, entry.node_id):
+                counted = None
+            # Of many who arrive at once, one alone is to find that it is the first.
+            return session.pulse(entry.node_id, question, keep=False, counted=counted)
 
         return self._dated(self._ask(steps))
 
@@ -195,20 +192,24 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     ) -> tuple[bytes, Token] | None:
         deadline = time.monotonic() + timeout_seconds
         pushes = self._pushes and revision is None
-        pause = LOOK_FIRST_SECONDS
+        pause, looks = LOOK_FIRST_SECONDS, 0
         while True:
             wakes = self._wakes
             if pushes:
                 self._listen()
-            found, now_revision = self._ask(lambda session: session.changed(token))
-            self._seen(found)
-            if found != token:
-                return None if found is None else self.get_state()
-            if revision is not None and now_revision != revision:
-                return None
+            # What the listener has just told need not be asked for; nor is None, which says that
+            # nothing has changed, ever returned unasked.
+            if not (pushes and looks == 0 and self._is_heard(token)):
+                found, now_revision, document = self._ask(lambda session: session.changed(token))
+                self._seen(found)
+                if found != token:
+                    return document
+                if revision is not None and now_revision != revision:
+                    return None
+                if time.monotonic() >= deadline:
+                    return None
+            looks += 1
             left = deadline - time.monotonic()
-            if left <= 0:
-                return None
             with self._changed:
                 if pushes:
                     self._changed.wait_for(
@@ -228,11 +229,14 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         if not known:
             self._doubted.discard(node_id)
 
-    def _settle(self, session: _Session, node_id: str) -> None:
-        """After a change that succeeded, if one before it may have been done by half."""
-        if node_id in self._doubted:
-            session.roster.settle(session.roster.key("entry", node_id))
-            self._doubted.discard(node_id)
+    def _settle(self, session: _Session, node_id: str) -> bool:
+        """After a change that succeeded, if one before it may have been done by half; whether
+        that was so."""
+        if node_id not in self._doubted:
+            return False
+        session.roster.settle(session.roster.key("entry", node_id))
+        self._doubted.discard(node_id)
+        return True
 
     def _ask(self, job: Callable[[_Session], T], seconds: float | None = None) -> T:
         try:
@@ -256,6 +260,8 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         """Note since when this token has been known. Only a change that happened before our eyes
         has a date: a document that was there at the first look may be of any age."""
         with self._changed:
+            if self._listener is not None:
+                self._listener.compare(token)
             # The listener may have read a write of our own, without a date, before we note it here.
             undated = self._dates.get(token or "") is None
             if token is not None and undated and (by_myself or token not in self._dates):
@@ -277,8 +283,14 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def _listen(self) -> None:
         with self._changed:
             if self._listener is None:
-                self._listener = _Listener(self)
+                self._listener = Listener(
+                    self._connect, self._base, self._request_seconds, self._heard, self._on_failure
+                )
                 _listening.add(self)
+
+    def _is_heard(self, token: object) -> bool:
+        """Whether the listener knows that this is the newest document, or was just now."""
+        return self._listener is not None and self._listener.knows(token)
 
     def _heard(self, token: str | None, at: float) -> None:
         """The bell has rung."""
@@ -301,58 +313,6 @@ def _stop_listening() -> None:
     for backend in list(_listening):
         with contextlib.suppress(Exception):
             backend.leave()
-
-
-class _Listener:
-    """Waits for the bell on a connection of its own."""
-
-    def __init__(self, backend: C10dRendezvousBackend) -> None:
-        self._backend = backend
-        self.closed = threading.Event()
-        self.listening = False
-        """Whether every change has been heard since the last look."""
-        self._thread = c10d_threads.start(self._run, "rdzv-c10d-bell", self.closed.set)
-
-    def join(self, seconds: float) -> None:
-        """Wait for its end, and break its connection if there is none within ``seconds``."""
-        self._thread.join(seconds)
-        c10d_threads.end(self._thread, seconds)
-
-    def wake_up(self, store: Any) -> None:
-        """End the wait, unless the bell rings soon anyhow: so that a thousand nodes that close at
-        once do not wake each other a million times."""
-        self._thread.join(CLOSE_PAUSE_SECONDS)
-        if self._thread.is_alive():
-            ring(store, self._backend._base)
-
-    def _run(self) -> None:
-        while not self.closed.is_set():
-            try:
-                self._follow()
-            except Exception:
-                # Whoever waits looks by himself now and then, and hears of what is wrong there.
-                self.listening = False
-                self._backend._on_failure()
-                self.closed.wait(RECONNECT_PAUSE_SECONDS * random.uniform(0.5, 1.0))
-
-    def _follow(self) -> None:
-        backend = self._backend
-        store = backend._connect(backend._request_seconds)
-        store.set_timeout(timedelta(seconds=backend._request_seconds))
-        base, last, at = backend._base, b"", time.monotonic()
-        _format(store, base)
-        while not self.closed.is_set():
-            head, bell = store.multi_get([base + "head", base + "bell"])
-            if head != last:
-                parts = head.split(b" ")
-                token = parts[1].decode() if len(parts) == 3 else None
-                backend._heard(token, at)
-                last = head
-            self.listening = True
-            following = int(bell) + 1
-            store.wait([f"{base}bell/{following}"], timedelta(seconds=BELL_SECONDS))
-            at = time.monotonic()
-            count_bell(store, base, following)
 
 
 class _Look:
@@ -398,10 +358,14 @@ class _Session:
             raise RendezvousStateError("The tally was not written by rdzv.") from error
         return _Look(self.chain.head(values[1]), tally, values[3], values[4:])
 
-    def changed(self, token: object) -> tuple[str | None, str]:
-        """The token and the roster's revision."""
+    def changed(self, token: object) -> tuple[str | None, str, tuple[bytes, str] | None]:
+        """The token, the roster's revision, and the document where the token is another one."""
         look = self.look()
-        return look.head.token, self._revision(look.tally)
+        found, document = look.head.token, None
+        if found is not None and found != token:
+            document = self.chain.document(look.head)
+            found = document[1] if document is not None else None
+        return found, self._revision(look.tally), document
 
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
         key = self.roster.key("entry", node_id)
@@ -414,8 +378,11 @@ class _Session:
                 self.roster.beaten(key, ttl_seconds)
         return self.pulse(node_id, question, keep=True)
 
-    def pulse(self, node_id: str, question: Question, *, keep: bool) -> Pulse:
-        """The answer to a node. With ``keep``, it watches others if that falls to it."""
+    def pulse(
+        self, node_id: str, question: Question, *, keep: bool, counted: int | None = None
+    ) -> Pulse:
+        """The answer to a node. With ``keep``, it watches others if that falls to it. ``counted``
+        is the tally of the moment that the answer is to be about, if not now."""
         roster = self.roster
         mine, peer = roster.key("entry", node_id), roster.key("entry", question.peer_id)
         keys = []
@@ -429,14 +396,15 @@ class _Session:
             census = roster.census(look.tally)
         present, peer_live = self._is_live(keys, look, mine), self._is_live(keys, look, peer)
         if roster.expiries != expiries:
-            look = self.look(*keys)
+            look, counted = self.look(*keys), None
+        tally = look.tally if counted is None else counted
         age = None
         if look.head.stamp_ms is not None and (now_ms := self._clock()) is not None:
             age = max(0.0, (now_ms - look.head.stamp_ms) / 1000)
         return Pulse(
             token=look.head.token,
-            live=look.tally % REVISION,
-            revision=self._revision(look.tally),
+            live=tally % REVISION,
+            revision=self._revision(tally),
             present=present,
             peer_live=peer_live,
             confirmed=max(0, int(look.rest[-1])) if question.round_label else 0,
@@ -465,7 +433,7 @@ class _Session:
         return f"{self.roster.life.decode()}:{tally // REVISION}"
 
     def _begin(self) -> None:
-        life = _format(self.store(), self._base)
+        life = laid_out(self.store(), self._base)
         self.roster = RosterView(self.store, self._base, life)
         self.chain = Chain(self.store, self._base, life, self._clock)
 
@@ -474,15 +442,3 @@ def _awaited(store: Any, link: Link) -> Any:
     """The store, as long as somebody waits for its answer."""
     link.check()
     return store
-
-
-def _format(store: Any, base: str) -> bytes:
-    """Make the keys that every request reads, where they are missing; the life of the store."""
-    life = base + "life"
-    first = {"head": NO_HEAD, "tally": b"0", "log": b",", "bell": b"0", "seats": b" "}
-    if not store.check([life, *(base + name for name in first)]):
-        for name, value in first.items():
-            store.compare_set(base + name, b"", value)
-        store.compare_set(life, b"", (new_nonce() + new_nonce()).encode())
-    found: bytes = store.get(life)
-    return found

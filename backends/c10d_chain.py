@@ -212,3 +212,15 @@ def count_bell(store: Any, base: str, bell: int) -> None:
 def new_nonce() -> str:
     """What tells a write from all others."""
     return uuid.uuid4().hex[:16]
+
+
+def laid_out(store: Any, base: str) -> bytes:
+    """Make the keys that every request reads, where they are missing; the life of the store."""
+    life = base + "life"
+    first = {"head": NO_HEAD, "tally": b"0", "log": b",", "bell": b"0", "seats": b" "}
+    if not store.check([life, *(base + name for name in first)]):
+        for name, value in first.items():
+            store.compare_set(base + name, b"", value)
+        store.compare_set(life, b"", (new_nonce() + new_nonce()).encode())
+    found: bytes = store.get(life)
+    return found

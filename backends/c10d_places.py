@@ -42,7 +42,9 @@ OPEN_FILES_WANTED = 65_536
 """A host holds two connections for each node: the usual limit of 1,024 is too few for 500."""
 RETRY_SECONDS_FIRST = 0.05
 RETRY_SECONDS_LAST = 0.5
-HERE, GONE = "rdzv/here", "rdzv/gone"
+ATTEMPT_SECONDS = 1.5
+"""So long torch may try to connect. Between its own tries it sleeps, at last for seconds, and
+cannot be told that nobody waits; long enough for a lost packet to be sent again."""
 FILE_STORE_BEGINS = [struct.pack("=I", len(key)) + key for key in (b"refcount/", b"cleanup/")]
 """What torch writes first into the file of a FileStore: when one is opened, or closed."""
 LINGER_POLL_SECONDS = 0.05
@@ -59,6 +61,7 @@ class TcpPlace:
         self._is_host = is_host
         self._lock = threading.Lock()
         self._server: Any = None
+        self._leaving = False
         self._peer_address = ""
         """Where somebody listened a moment ago."""
 
@@ -91,17 +94,24 @@ class TcpPlace:
         """Another connection. Raises ``OSError`` where there is none within the time."""
         deadline = time.monotonic() + seconds
         pause = RETRY_SECONDS_FIRST
-        while not (peer := self._peer_address):
+        while True:
             try:
-                peer = self._peer_address = self._peer(max(0.01, deadline - time.monotonic()))
-                break
-            except OSError as error:
-                if error.errno == errno.ECONNREFUSED and self._is_host is None:
-                    self._take_over()
+                return self._attempt(max(0.01, deadline - time.monotonic()))
+            except (OSError, RuntimeError) as error:
+                if getattr(error, "errno", 0) == errno.ECONNREFUSED:
+                    if self._leaving:
+                        raise
+                    if self._is_host is None:
+                        self._take_over()
+                self._peer_address = ""
+                c10d_threads.refuse_to_end()
                 if time.monotonic() + pause >= deadline:
                     raise
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, RETRY_SECONDS_LAST)
+
+    def _attempt(self, seconds: float) -> Any:
+        peer = self._peer_address = self._peer_address or self._peer(seconds)
         # By its address: torch resolves names again, and logs what it cannot reach at once.
         return c10d_threads.connected(
             (peer, self.port),
@@ -110,10 +120,19 @@ class TcpPlace:
                 self.port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=seconds),
+                timeout=timedelta(seconds=min(seconds, ATTEMPT_SECONDS)),
             ),
             seconds,
         )
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """In the block, a host that is gone is not waited for, and nobody takes its place."""
+        self._leaving = True
+        try:
+            yield
+        finally:
+            self._leaving = False
 
     def doubt(self) -> None:
         """Somebody's connection has failed: look first whether anybody listens."""
@@ -236,6 +255,10 @@ class FilePlace:
 
     def doubt(self) -> None:
         """A file is looked for every time."""
+
+    def leaving(self) -> contextlib.AbstractContextManager[object]:
+        """A file is not waited for."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Nothing is held open."""

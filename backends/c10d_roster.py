@@ -91,6 +91,8 @@ class RosterView:
         self._contact_since = self._last_contact = time.monotonic()
         self.expiries = 0
         """How many entries were marked as expired here."""
+        self.counted: int | None = None
+        """The tally as the last change made it."""
         self._rows: dict[str, Record] = {}
         self._rows_tally = -1
         self._wrong_since: tuple[int, float] | None = None
@@ -179,7 +181,7 @@ class RosterView:
                 store.add(self.counter(old.label), -1)
         if new.arrival != old.arrival:
             self._log(f"{key.rpartition('/')[2]}.{new.arrival},".encode())
-        store.add(self._base + "tally", REVISION + new.live - old.live)
+        self.counted = int(store.add(self._base + "tally", REVISION + new.live - old.live))
         return True, new
 
     def _log(self, line: bytes) -> None:

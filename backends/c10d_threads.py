@@ -12,20 +12,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
+from rdzv.backends.options import REQUEST_SECONDS_MAX
+
 T = TypeVar("T")
 
 OPEN_FILES = "/dev/fd"
 CUT_AGAIN_SECONDS = 0.1
 """A ``TCPStore`` that is being made connects anew when its connection breaks."""
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Seconds, seconds, probes. A firewall forgets what is silent for longer, often after minutes,
+and one end of a connection that is forgotten waits for ever; torch sets nothing of this."""
+ANSWER_SECONDS = REQUEST_SECONDS_MAX + 1.0
+"""So long one of torch's requests waits for the next bytes of its answer: longer than anybody who
+asked. It would wait for ever, and ``list_keys`` holds Python's global lock meanwhile: no thread of
+the process could run. A ``wait`` has its own timeout, and is not cut short by this."""
 EXIT_SECONDS = 5.0
 """So long the interpreter's end waits for a thread that does not end, such as one in a file."""
 
@@ -58,6 +69,8 @@ _opened: weakref.WeakKeyDictionary[threading.Thread, list[tuple[int, int]]] = (
     weakref.WeakKeyDictionary()
 )
 _one_at_a_time: dict[_Peer, threading.Lock] = {}
+_cut: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Those that are to make no further connection."""
 _exiting = threading.Event()
 
 
@@ -84,25 +97,42 @@ def connected(peer: _Peer, make: Callable[[], T], seconds: float) -> T:
     """What ``make`` makes, whose sockets to ``peer`` are this thread's from now on.
 
     One thread of the process at a time connects to a peer, so that it is known whose a socket is.
-    Raises what ``make`` raises, and ``OSError`` where it is not its turn within ``seconds``.
+    Raises what ``make`` raises, and ``OSError`` where it is not its turn within ``seconds`` or the
+    thread is to end.
     """
     thread = threading.current_thread()
     lock = _one_at_a_time.setdefault(peer, threading.Lock())
     if not lock.acquire(timeout=seconds):
         raise TimeoutError("another connection to the same host has not come about")
     try:
-        _refuse_at_exit()
+        refuse_to_end()
         opening = _opening[thread] = _Opening(peer)
         made = make()
         _opened[thread] = opening.sockets()
+        for descriptor, inode in _opened[thread]:
+            _with_socket(descriptor, inode, _bound)
         return made
     finally:
         _opening.pop(thread, None)
         lock.release()
 
 
+def refuse_to_end() -> None:
+    """Raises ``OSError`` where this thread is to end, and need not connect any more."""
+    _refuse_at_exit()
+    if threading.current_thread() in _cut:
+        raise OSError(errno.ECANCELED, "nobody waits for this connection any more")
+
+
 def cut(thread: threading.Thread) -> None:
-    """Break the thread's connection, or the one that it is making. Does not wait."""
+    """Break the thread's connection, or the one that it is making, and let it make no other. Does
+    not wait."""
+    _cut.add(thread)
+    disconnect(thread)
+
+
+def disconnect(thread: threading.Thread) -> None:
+    """Break the thread's connection, so that it makes another. Does not wait."""
     opening = _opening.get(thread)
     for descriptor, inode in opening.sockets() if opening else _opened.get(thread, []):
         _with_socket(descriptor, inode, _shut_down)
@@ -150,6 +180,17 @@ def _shut_down(connection: socket.socket) -> bool:
     return True
 
 
+def _bound(connection: socket.socket) -> bool:
+    """Let a connection on which nothing comes any more not be waited for for ever."""
+    seconds = struct.pack("ll", int(ANSWER_SECONDS), 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return True
+
+
 def _refuse_at_exit() -> None:
     if _exiting.is_set():
         raise OSError("the interpreter ends")
@@ -163,6 +204,7 @@ def _forget() -> None:
     _opening.clear()
     _opened.clear()
     _one_at_a_time.clear()
+    _cut.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -11,6 +11,8 @@ cannot recognise a repeat.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 import struct
 import threading
@@ -25,8 +27,6 @@ from rdzv.address import split_host_port
 from rdzv.backends.c10d import C10dRendezvousBackend
 from rdzv.backends.c10d_link import Abandoned, Link
 from rdzv.backends.c10d_places import (
-    GONE,
-    HERE,
     LINGER_POLL_SECONDS,
     RETRY_SECONDS_FIRST,
     RETRY_SECONDS_LAST,
@@ -50,6 +50,12 @@ T = TypeVar("T")
 
 DEFAULT_PORT = 29400
 """That of torch's ``c10d``."""
+FAREWELL_SECONDS = 2.0
+"""So long a node that leaves tries to tell the host."""
+LINGER_LIST_SECONDS = 0.5
+"""A host that waits for the others looks so often which of them are lost."""
+LINGER_WITHDRAWN_SECONDS = 3.0
+"""One that has withdrawn needs the store no more, and has so long to say so."""
 KEYS_LOOKED_AT_MAX = 4
 MISSING_SECONDS = 1.0
 NONCE_BYTES = 8
@@ -113,6 +119,7 @@ class PlacedBackend(C10dRendezvousBackend):
         )
         self._place = place
         self._linger_seconds = settings.close_timeout_seconds
+        self._all_withdrawn_since = math.inf
         self._attends = False
         self._attended_life = b""
         """Of the store that knows that this node is here: one that has lost its data does not."""
@@ -156,42 +163,58 @@ class PlacedBackend(C10dRendezvousBackend):
         """See base class."""
         attended, self._attends = self._attends and self._attended_life, False
         if attended:
-            # Where nobody answers, nobody is left to be told.
-            with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
-                self._ask(self._tell_gone)
+            self._say_farewell()
         super().leave()
+
+    def _say_farewell(self) -> None:
+        # Where nobody answers, nobody is left to be told.
+        with (
+            contextlib.suppress(RendezvousConnectionError, RendezvousStateError),
+            self._place.leaving(),
+        ):
+            self._ask(self._tell_gone, min(FAREWELL_SECONDS, self._request_seconds))
 
     def _open_session(self, link: Link) -> Any:
         session = super()._open_session(link)
         life = session.roster.life
         hosts = isinstance(self._place, TcpPlace) and self._place.hosts
         if self._attends and not hosts and life != self._attended_life:
-            session.store().add(HERE, 1)
+            session.store().add(self._base + "here", 1)
             self._attended_life = life
         return session
 
     def _tell_gone(self, session: Any) -> None:
         if session.roster.life == self._attended_life:
-            session.store().add(GONE, 1)
+            session.store().add(self._base + "gone", 1)
 
     def _linger(self) -> None:
-        deadline = time.monotonic() + self._linger_seconds
-        while time.monotonic() < deadline:
-            if self._ask(_others_have_left):
+        now = time.monotonic()
+        deadline, list_at = now + self._linger_seconds, now
+        while now < deadline:
+            if self._ask(functools.partial(self._others_have_left, lists=now >= list_at)):
                 return
+            if now >= list_at:
+                list_at = now + LINGER_LIST_SECONDS
             with self._changed:
                 self._changed.wait(LINGER_POLL_SECONDS)
+            now = time.monotonic()
 
-
-def _others_have_left(session: Any) -> bool:
-    store = session.store()
-    here, gone = int(store.add(HERE, 0)), int(store.add(GONE, 0))
-    if gone >= here:
-        return True
-    session.entries()
-    rows = session.roster.rows(session.look().tally).values()
-    expired = [row for row in rows if row.status == EXPIRED]
-    return len(expired) >= here - gone
+    def _others_have_left(self, session: Any, *, lists: bool) -> bool:
+        """Whether all who came have told that they go; with ``lists``, or are lost."""
+        here, gone = (int(session.store().add(self._base + key, 0)) for key in ("here", "gone"))
+        if gone >= here or not lists:
+            return bool(gone >= here)
+        session.entries()
+        rows = session.roster.rows(session.look().tally).values()
+        if sum(row.status == EXPIRED for row in rows) >= here - gone:
+            return True
+        # One that SIGTERM ends withdraws, and then tells nothing any more. The rows of all who came
+        # are one more than they, since this node came too.
+        if len(rows) <= here or any(row.live for row in rows):
+            self._all_withdrawn_since = math.inf
+        else:
+            self._all_withdrawn_since = min(self._all_withdrawn_since, time.monotonic())
+        return time.monotonic() - self._all_withdrawn_since > LINGER_WITHDRAWN_SECONDS
 
 
 class C10dStore(Store):
@@ -310,7 +333,15 @@ class C10dClient(StoreClient):
 
     def list_keys(self, prefix: str) -> list[str]:
         begin = self._value("")
-        found: list[str] = self._read(lambda store: store.list_keys())
+
+        def read(store: Any) -> list[str]:
+            # Torch holds Python's global lock while it waits for this answer, so that no thread of
+            # the process runs: let only a server be asked that has answered just now.
+            store.check([begin])
+            keys: list[str] = store.list_keys()
+            return keys
+
+        found = self._read(read)
         keys = [key[len(begin) :] for key in found if key.startswith(begin)]
         return [key for key in keys if key.startswith(prefix)]
 

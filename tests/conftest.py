@@ -8,6 +8,7 @@ fail with a riddle. An installed wheel has no such trouble and is left alone.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -19,10 +20,16 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+RESOLVER = "timeout:1"
+"""Seconds. torch looks up the name of each address that it connects to, in vain for most, and a
+name server that leaves such a question unanswered holds each test up for 5 s. Children inherit it.
+"""
 RELINK = "python -m pip install --no-deps --no-build-isolation --editable ."
 
 
 def pytest_configure() -> None:
+    # Before this process resolves its first name: the resolver reads it once.
+    os.environ.setdefault("RES_OPTIONS", RESOLVER)
     problem = find_problem()
     if problem:
         raise pytest.UsageError(problem)

@@ -70,6 +70,10 @@ class ProcessServer(Server):
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
+        if self._process is not None and self._process.returncode is None:
+            # Each of its threads goes on until it is its turn to notice, on a busy machine for
+            # long enough to answer.
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ def tcp_server(folder: Path) -> ProcessServer:
 TIMES = {"read_timeout": "6"}
 """Clauses in which nothing answers wait for it. Not shorter: torch looks up a name for each
 connection, and a name server that is silent keeps it for five seconds."""
+LONG = ("faults", "concurrency", "values", "waits", "queues")
+"""The groups of clauses that are tried in the full run only."""
+NO_CLOCK = "a node that was not connected when the run was closed cannot know when that was"
 IN_MEMORY = "it keeps everything in its host's memory"
 
 
@@ -39,13 +43,15 @@ class TcpStoreTarget(RegisteredTarget):
 
     short_ttl_seconds = 0.5
 
-    def __init__(self, server: Any, **options: Any) -> None:
+    def __init__(
+        self, server: Any, *, without: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
         host, port = server.address
         super().__init__(
             "tcpstore",
             f"{host}:{port}",
             {**TIMES, "is_host": "false", **options},
-            {"durable": IN_MEMORY},
+            {"durable": IN_MEMORY, **(without or {})},
             server=server,
         )
 

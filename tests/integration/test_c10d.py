@@ -22,10 +22,7 @@ from rdzv.backends import c10d
 from rdzv.backends.c10d import C10dRendezvousBackend
 from rdzv.backends.c10d_places import FilePlace
 from rdzv.backends.c10d_roster import HEAL_SECONDS, KEEPERS, REVISION, SMALL, digest
-from rdzv.errors import (
-    RendezvousConnectionError,
-    RendezvousSettingsError,
-)
+from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.c10d import C10dClient, C10dStore
 from rdzv.stores.memory import MemoryClient, MemoryStore
@@ -324,6 +321,32 @@ def test_a_beat_costs_the_same_whatever_the_number_of_nodes(opened: list[Any]) -
         costs.append(dict(store.asked))
     assert costs[0] == costs[1]
     assert sum(costs[0].values()) <= 3 + 2 * KEEPERS, costs
+
+
+class Meanwhile:
+    """A store that does something else just after an entry was counted."""
+
+    def __init__(self, store: Any, *then: Callable[[], object]) -> None:
+        self.store, self._then = store, list(then)
+
+    def add(self, key: str, amount: int) -> int:
+        total: int = self.store.add(key, amount)
+        if key.endswith("/tally") and self._then:
+            self._then.pop()()
+        return total
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_of_those_who_arrive_at_once_one_is_the_first(opened: list[Any]) -> None:
+    """The others would all wait for a first document that nobody writes."""
+    shared, pulses = dist.HashStore(), []
+    second = on(shared, opened)
+    store = Meanwhile(shared, lambda: pulses.append(announced(second, "second")))
+    pulses.append(announced(on(store, opened), "first"))
+    assert [pulse.live for pulse in pulses] == [2, 1]
+    assert pulses[0].revision != pulses[1].revision
 
 
 # Who watches whom

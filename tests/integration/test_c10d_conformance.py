@@ -1,9 +1,9 @@
-"""The conformance kit on torch's own TCPStore and FileStore under our handler."""
+"""The conformance kit on torch's own TCPStore under our handler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +14,15 @@ from rdzv.conformance.suites import (
     RosterSuite,
     StoreSuite,
     WatchSuite,
+    deviates,
     marked,
 )
 from rdzv.conformance.target import Target
 
-from .c10d_targets import FileStoreTarget, TcpStoreTarget, tcp_server
+from .c10d_targets import LONG, NO_CLOCK, TcpStoreTarget, tcp_server
+
+FAULTS_READ_TIMEOUT = "2"
+"""Where answers are lost on purpose, they are not waited for for long."""
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +33,23 @@ def tcp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessServer]:
     server.close()
 
 
+LOCKED = (
+    "torch's TCPStore.list_keys holds Python's global lock while it waits for its answer, which "
+    "the kit's proxy, a thread of the same process, cannot bring then (test_c10d_losses.py does "
+    "the same without it)"
+)
+
+
 class _Tcp:
     @pytest.fixture
-    def target(self, tcp: ProcessServer) -> Iterator[Target]:
-        target = TcpStoreTarget(tcp)
+    def target(self, tcp: ProcessServer, request: pytest.FixtureRequest) -> Iterator[Target]:
+        faults = {f"test_{each.name}" for each in request.cls.clauses if each.group == "faults"}
+        config: dict[str, Any] = (
+            {"read_timeout": FAULTS_READ_TIMEOUT} if request.node.name in faults else {}
+        )
+        target = TcpStoreTarget(tcp, **config)
         yield target
         target.close()
-
-
-class _File:
-    @pytest.fixture
-    def target(self, tmp_path: Path) -> Iterator[Target]:
-        target = FileStoreTarget(tmp_path / "rdzv.store")
-        yield target
-        target.close()
-
-
-LONG = ("faults", "concurrency", "values", "waits", "queues")
 
 
 @marked(pytest.mark.full, *LONG)
@@ -63,34 +67,18 @@ class TestTcpStoreWatch(_Tcp, WatchSuite):
     pass
 
 
+@deviates("store_calls_in_a_black_hole_fail_in_time", LOCKED, run=False)
+@deviates("store_calls_over_a_cut_network_fail_in_time", LOCKED, run=False)
+@deviates("store_calls_whose_answers_are_all_lost_fail_in_time", LOCKED, run=False)
 @pytest.mark.full
 class TestTcpStoreStore(_Tcp, StoreSuite):
     pass
 
 
 @marked(pytest.mark.full, "membership", "closing", "outages", "torch's handler")
-class TestTcpStoreHandler(_Tcp, HandlerSuite):
-    pass
-
-
-@marked(pytest.mark.full, *LONG)
-class TestFileStoreBackend(_File, BackendSuite):
-    pass
-
-
-class TestFileStoreRoster(_File, RosterSuite):
-    pass
-
-
-class TestFileStoreWatch(_File, WatchSuite):
-    pass
-
-
-@pytest.mark.full
-class TestFileStoreStore(_File, StoreSuite):
-    pass
-
-
-@pytest.mark.full
-class TestFileStoreHandler(_File, HandlerSuite):
-    pass
+class TestTcpStoreHandler(HandlerSuite):
+    @pytest.fixture
+    def target(self, tcp: ProcessServer) -> Iterator[Target]:
+        target = TcpStoreTarget(tcp, without={"server_clock": NO_CLOCK})
+        yield target
+        target.close()
