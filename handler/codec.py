@@ -15,8 +15,6 @@ with short keys. Rules:
 from __future__ import annotations
 
 import json
-import os
-import threading
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
@@ -48,19 +46,6 @@ _MAGIC = b"rdzv"
 _VERSION = b"1"
 
 
-class _Decoding:
-    """Whose turn it is to decode a document; nobody's in a forked child."""
-
-    lock = threading.Lock()
-
-    @classmethod
-    def renew(cls) -> None:
-        cls.lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_Decoding.renew)
-
-
 def encode_state(state: State) -> bytes:
     """The document's bytes. Raises ``RendezvousStateError`` for one that cannot exist or is over
     ``STATE_BYTES_MAX``."""
@@ -89,9 +74,7 @@ def decode_state(data: bytes) -> State:
     """
     if not isinstance(data, bytes):
         return _decode(b"S", data, STATE_BYTES_MAX, _state_in)
-    # One at a time: threads that are woken together would all decode what one of them can for all.
-    with _Decoding.lock:
-        return _decoded_state(data)
+    return _decoded_state(data)
 
 
 @lru_cache(maxsize=DECODED_STATES_KEPT_MAX)

@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -49,6 +50,19 @@ TOMBSTONE_WINDOWS = 2
 
 
 ANNOUNCING_WAIT_SECONDS = 1.0
+
+
+class _Decoding:
+    """Whose turn it is to decode a document; nobody's in a forked child."""
+
+    lock = threading.Lock()
+
+    @classmethod
+    def renew(cls) -> None:
+        cls.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_Decoding.renew)
 
 
 class Stopped(Exception):
@@ -167,7 +181,7 @@ class Driver:
         if answer is None:
             return _found(self._backend.get_state())
         data, token, swapped = answer
-        return Found(decode_state(data), token, swapped)
+        return Found(_decoded(data), token, swapped)
 
     def _list(self) -> tuple[tuple[Present, ...], frozenset[str]]:
         rows = self._roster.entries()
@@ -181,4 +195,10 @@ def _found(answer: tuple[bytes, Token] | None) -> Found:
     if answer is None:
         return Found(None, None)
     data, token = answer
-    return Found(decode_state(data), token)
+    return Found(_decoded(data), token)
+
+
+def _decoded(data: bytes) -> State:
+    """One at a time: threads that are woken together would all decode what one can for all."""
+    with _Decoding.lock:
+        return decode_state(data)

@@ -7,21 +7,16 @@ release that cannot read one of them breaks the jobs that are running when it is
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import threading
 import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-import rdzv.codec
 from rdzv.codec import (
     ENTRY_BYTES_MAX,
     PACK_FROM_BYTES,
@@ -334,28 +329,3 @@ def test_the_message_says_what_to_do_and_shows_little() -> None:
     assert "secret" not in str(caught.value)
     with pytest.raises(RendezvousStateError, match="use another run id"):
         decode_state(encode_state(RUNNING)[:-1])
-
-
-def test_threads_that_read_the_same_bytes_at_once_decode_them_once() -> None:
-    state = State("i", 1, "n", tuple(Node(f"node-{n}", f"host-{n}") for n in range(2000)))
-    data = encode_state(state)
-    gate = threading.Barrier(8)
-
-    def read(_: int) -> State:
-        gate.wait(30.0)
-        return decode_state(bytes(data))
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(read, range(8)))
-    assert found[0] == state
-    assert all(each is found[0] for each in found)
-
-
-def test_a_child_that_was_forked_while_somebody_decoded_decodes_too() -> None:
-    data = encode_state(State("i"))
-    with rdzv.codec._Decoding.lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(10)  # instead of hanging for ever
-            os._exit(0 if decode_state(data) == State("i") else 1)
-    assert os.waitpid(child, 0)[1] == 0

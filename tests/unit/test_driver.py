@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+import rdzv.driver
 from rdzv.backends.memory import MemoryBackend, MemorySpace
 from rdzv.codec import encode_entry, encode_state
 from rdzv.driver import ANNOUNCING_WAIT_SECONDS, TOMBSTONE_WINDOWS, Driver, Stopped
@@ -300,3 +304,30 @@ def test_an_announcement_that_hangs_does_not_hold_a_withdrawal() -> None:
     assert driver.perform(ListRoster()) == ((), frozenset({"a"}))
     backend.go_on.set()
     announcing.join(30.0)
+
+
+def test_threads_that_read_one_document_at_once_decode_it_once() -> None:
+    state = State("i", 1, "n", tuple(Node(f"node-{n}", f"host-{n}") for n in range(2000)))
+    space = MemorySpace()
+    MemoryBackend(space, "job").set_state(encode_state(state))
+    gate = threading.Barrier(8)
+
+    def read(_: int) -> Any:
+        driver = Driver(MemoryBackend(space, "job"), WINDOW_SECONDS)
+        gate.wait(30.0)
+        return driver.perform(Read()).state
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(read, range(8)))
+    assert found[0] == state
+    assert all(each is found[0] for each in found)
+
+
+def test_a_child_that_was_forked_while_somebody_decoded_decodes_too(driver: Driver) -> None:
+    driver.perform(Swap(STATE, None))
+    with rdzv.driver._Decoding.lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(10)  # instead of hanging for ever
+            os._exit(0 if driver.perform(Read()).state == STATE else 1)
+    assert os.waitpid(child, 0)[1] == 0
