@@ -3,7 +3,6 @@ and torch's own backends, which rdzv leaves as they are."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from integration.c10d_targets import FileStoreTarget, TcpStoreTarget, tcp_server
 
 from rdzv.conformance.process_server import ProcessServer
 from rdzv.conformance.registered import RegisteredTarget
+from rdzv.conformance.servers.local import free_port
 from rdzv.conformance.suites import TorchrunSuite, marked
 from rdzv.conformance.target import Target
 from rdzv.conformance.torchrun_cases import a_late_node_joins_a_running_job_and_both_finish
@@ -21,12 +21,6 @@ READ_TIMEOUT = "60"
 HOSTS = "this node hosts the store"
 AT_ONCE_ATTEMPTS = 20
 EARLIER_SECONDS = 5
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rdzv.conformance.servers.local import free_port
+
 
 class Opened(list[Any]):
     """What is to be closed at the end, last first: what it is called with, or what is added."""
@@ -23,3 +25,9 @@ def opened() -> Iterator[Opened]:
     yield opened
     while opened:
         opened.pop().close()
+
+
+@pytest.fixture
+def port() -> int:
+    """One of this machine's that nobody had a moment ago."""
+    return free_port()

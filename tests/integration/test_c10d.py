@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import gc
 import os
-import socket
 import threading
 import time
 import weakref
@@ -37,13 +36,6 @@ READ_SECONDS = 1.0
 ASK_SECONDS = 0.5
 ELSEWHERE = "192.0.2.1"
 """An address that is nobody's."""
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        number: int = probe.getsockname()[1]
-        return number
 
 
 def parameters(backend: str, endpoint: str, **config: str) -> RendezvousParameters:

@@ -46,13 +46,6 @@ LISTING = ("num_keys", "list_keys")
 BELL = "rdzv-c10d-bell"
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        number: int = probe.getsockname()[1]
-        return number
-
-
 def opened_tcp(opened: list[Any], port: int, run_id: str = "job") -> Any:
     return opened_both(opened, port, run_id)[0]
 
