@@ -290,7 +290,8 @@ class C10dRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     def _is_heard(self, token: object) -> bool:
         """Whether the listener knows that this is the newest document, or was just now."""
-        return self._listener is not None and self._listener.knows(token)
+        listener = self._listener  # which another thread may give up
+        return listener is not None and listener.knows(token)
 
     def _heard(self, token: str | None, at: float) -> None:
         """The bell has rung."""

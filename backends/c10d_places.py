@@ -91,7 +91,7 @@ class TcpPlace:
             self._serve(addresses)
 
     def connect(self, seconds: float) -> Any:
-        """Another connection. Raises ``OSError`` where there is none within the time."""
+        """Another connection. Raises ``OSError`` or torch's own where there is none in time."""
         deadline = time.monotonic() + seconds
         pause = RETRY_SECONDS_FIRST
         while True:
@@ -251,7 +251,7 @@ class FilePlace:
         """Another view of the file. Raises ``RendezvousStateError`` where it was removed."""
         if self._was_here:
             self.inode()
-        return GuardedFileStore(self, dist.FileStore(str(self._path), -1))
+        return GuardedFileStore(self, self._path)
 
     def doubt(self) -> None:
         """A file is looked for every time."""
@@ -320,18 +320,27 @@ class FilePlace:
 
 
 class GuardedFileStore:
-    """torch's FileStore, which would make a file anew that was removed, and go on."""
+    """torch's FileStore, which would make a file anew that was removed, and go on.
 
-    def __init__(self, place: FilePlace, store: Any) -> None:
+    It opens its path for every call, and once more when it is given up. In a file that has taken
+    the place of its own it would read on from the middle of a record, and at the end for ever, with
+    the file's lock held, and in the latter case Python's. So its path is that of a descriptor of
+    the file that it began with.
+    """
+
+    def __init__(self, place: FilePlace, path: Path) -> None:
         self._place = place
-        self._store = store
-        self._inode = place.inode()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._store: Any = dist.FileStore(f"{c10d_threads.OPEN_FILES}/{self._descriptor}", -1)
 
     def __getattr__(self, name: str) -> Any:
-        found = self._place.inode()
-        if found != self._inode:
+        if self._place.inode() != os.fstat(self._descriptor).st_ino:
             raise OSError(errno.ESTALE, "the file was replaced by another")
         return getattr(self._store, name)
+
+    def __del__(self) -> None:
+        self._store = None  # it writes to the file: not after another has taken the descriptor
+        os.close(self._descriptor)
 
 
 Place = TcpPlace | FilePlace

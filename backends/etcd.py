@@ -27,7 +27,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.etcd_age import StateAges
-from rdzv.backends.etcd_client import EtcdConnections, Refused, in_time
+from rdzv.backends.etcd_client import EtcdConnections, Refused, in_time, is_passing
 from rdzv.backends.etcd_follow import Follower
 from rdzv.backends.etcd_operations import digest, end_of, range_of, raw, whole_seconds
 from rdzv.backends.etcd_options import EtcdOptions
@@ -102,10 +102,19 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
 
     @in_time
     def open(self) -> None:
-        """Connect, and try all that is needed later. Raises ``RendezvousConnectionError``."""
+        """Connect, and try all that is needed later; for ``read_timeout`` where a server is only
+        slow or has no leader yet. Raises ``RendezvousConnectionError``."""
         etcd = self._etcd
+        ends_at = time.monotonic() + etcd.options.read_timeout_seconds
         read = etcd.get(etcd.base, end_of(etcd.base), count_only=True)
-        etcd.write((), [etcd.put(etcd.base + b"t", b""), read], reads=True)
+        while True:
+            try:
+                etcd.write((), [etcd.put(etcd.base + b"t", b""), read], reads=True)
+                return
+            except RendezvousConnectionError as error:
+                if not is_passing(error.__cause__) or time.monotonic() >= ends_at:
+                    raise
+            time.sleep(PAUSE_SECONDS * random.uniform(0.5, 1.0))
 
     # -------------------------------------------------------------------------- the document
 

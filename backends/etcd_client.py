@@ -33,6 +33,7 @@ import grpc  # type: ignore[import-untyped]
 from rdzv.backends.etcd_channel import Link, channel_to
 from rdzv.backends.etcd_operations import EtcdOperations, messages_of
 from rdzv.backends.etcd_options import (
+    NO_LEADER,
     Cluster,
     EtcdOptions,
     advice_for,
@@ -437,6 +438,14 @@ class EtcdConnections(EtcdOperations):
 
     def _raise(self, error: BaseException) -> NoReturn:
         raise RendezvousConnectionError(self.explained(error)) from error
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether a server was only too slow, or its cluster was without a leader for a moment."""
+    if not isinstance(error, grpc.RpcError):
+        return False
+    is_slow = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return is_slow or NO_LEADER.search(str(error.details())) is not None
 
 
 def _may_pass(error: Any) -> bool:

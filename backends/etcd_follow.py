@@ -4,8 +4,9 @@ Theory. A watch and a look are made once, and then the server tells of every wri
 waits again and again, as it does while a round forms, asks for nothing. The look comes after the
 watch, so nothing is missed; what a member tells that lags behind the look is passed over.
 
-While somebody waits, the watch is on the document itself, which is told then. Who only runs needs
-no documents, which grow with the nodes: at its next renewal the watch goes over to the mark.
+A watch that begins while somebody waits is on the document itself, which is told then. Who only
+runs needs no documents, which grow with the nodes: at its next renewal the watch goes over to the
+mark. Who waits again before another renewal looks at each change.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Follower:
         or where the watch has failed: then look. ``closings``: of when the wait began."""
         since = time.monotonic()
         with self._changed:
-            self._waiting_until = since + seconds
+            self._waiting_until = max(self._waiting_until, since + seconds)
             self._start()
             failures = self._failures
 
@@ -118,9 +119,11 @@ class Follower:
                 tells_documents = begun < self._waiting_until
                 if tells_documents:
                     seconds = min(seconds, DOCUMENTS_SECONDS)
+                has_ended = False
                 with suppress(RendezvousError):
                     self._hear(tells_documents, seconds, closings)
-                if time.monotonic() - begun > seconds / 2:
+                    has_ended = time.monotonic() - begun > seconds / 2
+                if has_ended:
                     # By its own deadline: whoever paused now would hear of a change later than
                     # its peers do.
                     pause_seconds = PAUSE_SECONDS_FIRST

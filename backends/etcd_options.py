@@ -148,6 +148,9 @@ def advice_for(code: str, details: str) -> str:
     return ""
 
 
+NO_LEADER = re.compile("no leader|leader changed")
+"""In the words of every etcd that is without a leader."""
+
 _ADVICE = (
     (
         "database space exceeded",
@@ -158,7 +161,7 @@ _ADVICE = (
         "request is too large|larger than max|too many operations",
         "The request is over the server's limit: raise --max-request-bytes or --max-txn-ops there",
     ),
-    ("no leader|leader changed", "The cluster has no leader: see that most of its members run"),
+    (NO_LEADER.pattern, "The cluster has no leader: see that most of its members run"),
     (
         "permission denied",
         "The user's role lacks a right: docs/etcd.md lists what is needed",

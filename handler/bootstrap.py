@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_for_futures
 from datetime import timedelta
 
@@ -128,11 +127,10 @@ class Hosting:
         Raises what kept it from being published, or as :func:`bootstrap`.
         """
         while True:
-            try:
-                return self._done.result(SLICE_SECONDS)
-            except FutureTimeoutError:
-                if self._done.done():
-                    continue
+            # Not result(SLICE_SECONDS): what it raises may be a time-out of the work itself.
+            self.wait(SLICE_SECONDS)
+            if self._done.done():
+                return self._done.result()
             why = broken()
             if why:
                 raise BootstrapLost(why)

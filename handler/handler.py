@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for_futures
 from urllib.parse import quote
 
 from torch.distributed import Store
@@ -286,11 +287,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         session, started = self._session, time.monotonic()
         tell_after = TELL_FIRST_SECONDS
         while True:
-            try:
-                return joining.result(timeout=1.0)
-            except FutureTimeoutError:
-                if joining.done():
-                    continue
+            # Not result(1.0): what it raises may be a time-out of the work itself.
+            wait_for_futures([joining], 1.0)
+            if joining.done():
+                return joining.result()
             deadline = max(limit, session.deadline or limit)
             if not session.parked and session.clock() > deadline + DEADLINE_SLACK_SECONDS:
                 raise RendezvousTimeoutError(

@@ -162,16 +162,14 @@ class PlacedBackend(C10dRendezvousBackend):
     def leave(self) -> None:
         """See base class."""
         attended, self._attends = self._attends and self._attended_life, False
-        if attended:
-            self._say_farewell()
-        super().leave()
+        with self._place.leaving():
+            if attended:
+                self._say_farewell()
+            super().leave()
 
     def _say_farewell(self) -> None:
         # Where nobody answers, nobody is left to be told.
-        with (
-            contextlib.suppress(RendezvousConnectionError, RendezvousStateError),
-            self._place.leaving(),
-        ):
+        with contextlib.suppress(RendezvousConnectionError, RendezvousStateError):
             self._ask(self._tell_gone, min(FAREWELL_SECONDS, self._request_seconds))
 
     def _open_session(self, link: Link) -> Any:

@@ -71,7 +71,7 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
         backend.close()
         raise
     timeout = timedelta(seconds=settings.read_timeout_seconds)
-    return backend, EtcdStore(endpoint, run_id, timeout, options=options, beside=backend)
+    return backend, EtcdStore(endpoint, run_id, timeout, beside=backend)
 
 
 class EtcdStore(Store):

@@ -1,4 +1,4 @@
-"""A roster's calls in one message each, for databases that can: see :meth:`Dialect.send`.
+"""A roster's calls in one message each, in PostgreSQL's words: see :meth:`Dialect.send`.
 
 Of a crowd that arrives, each changes the one row that numbers the arrivals. Whoever holds its lock
 over several exchanges lets all others wait for each turn of this process. Here the server goes
@@ -21,15 +21,16 @@ from rdzv.backends.sql.runs import Run, unique
 from rdzv.backends.sql.schema import Tables
 
 CROWD = 16
-"""Among more live nodes an arrival wakes nobody, since the server wakes every process that listens
-to anything: who waits for the roster looks again and again besides."""
+"""Among more live nodes an arrival or a changed entry wakes nobody, since the server wakes every
+process that listens to anything: who waits for the roster looks again and again besides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
     """What an announcement found."""
 
-    is_new: bool
+    is_new: bool | None
+    """None where the entry was there and the same, and the run's row was left alone."""
     has_expired: bool
     """Whether entries are there whose time is over."""
     has_overdue: bool
@@ -50,14 +51,19 @@ class RosterAtOnce:
         }
 
     def announce(self, values: dict[str, Any]) -> Announced:
-        """Write the entry, or let it live on where it is the same."""
-        statements, is_new = self._statements, False
+        """Write the entry, or let it live on where it is the same.
+
+        The pulse is of the same transaction, which holds the run's lock: so of those who arrive at
+        once one finds that it is alone, and writes the run's first document.
+        """
+        statements = self._statements
+        is_new: bool | None = None
         values = {**values, **self._constants, "new_revision": unique()}
-        written, read = [statements.announce], [statements.find, statements.pulse]
-        announced, found, pulse = self._database.send(written, read, values)
+        written, read = [statements.announce, statements.pulse], [statements.find]
+        announced, pulse, found = self._database.send(written, read, values)
         if not announced.rows:
             self._run.make()
-            announced, found, pulse = self._database.send(written, read, values)
+            announced, pulse, found = self._database.send(written, read, values)
         for row in announced.rows:
             is_new = row[0]
         has_expired, has_overdue = found.rows[0]
@@ -81,6 +87,13 @@ class _Statements:
     pulse: sa.Executable
 
 
+_NOW_AFTER_WAITING: sa.ColumnElement[int] = sa.literal_column(
+    "(SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT))", sa.BigInteger
+)
+"""All statements of one message have one ``statement_timestamp``, that of its arrival: before the
+wait for the run's row."""
+
+
 @functools.cache
 def _statements(tables: Tables, now: sa.ColumnElement[int]) -> _Statements:
     run: sa.BindParameter[str] = sa.bindparam("run", type_=sa.String)
@@ -95,7 +108,7 @@ def _statements(tables: Tables, now: sa.ColumnElement[int]) -> _Statements:
         _announcement(tables, run, now, is_live),
         roster.update().where(is_mine).values(expires_at=from_now(now)),
         find,
-        pulse_statement(tables, run, now),
+        pulse_statement(tables, run, _NOW_AFTER_WAITING),
     )
 
 
@@ -156,4 +169,4 @@ def _announcement(
     told = sa.select(
         put.c.arrival == changed.c.arrivals, sa.case((is_crowd, None), else_=notify)
     ).select_from(put.join(changed, sa.true()))
-    return told.union_all(sa.select(sa.false(), sa.null()).select_from(same))
+    return told.union_all(sa.select(sa.null(), sa.null()).select_from(same))

@@ -7,6 +7,7 @@ write when the answer was lost.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from rdzv.backends.sql.roster import (
 )
 from rdzv.backends.sql.runs import Run, unique
 from rdzv.backends.sql.schema import hashed, tables
-from rdzv.errors import RendezvousSettingsError, RendezvousStateError
+from rdzv.errors import RendezvousError, RendezvousSettingsError, RendezvousStateError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
 
 
@@ -142,9 +143,14 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     ) -> Pulse:
         values = {**row_values(entry, ttl, 0), **asked(question)}
         announced = roster.announce(values)
-        self._run.touched()
+        if announced.is_new is not None:
+            self._run.touched()
+        elif self._run.is_touch_due:
+            self._database.write(self._run.touch)
         if announced.is_new and announced.has_expired:
-            self._database.write(self._roster.purge)
+            # The announcement is made: what is left is removed by others.
+            with contextlib.suppress(RendezvousError):
+                self._database.write(self._roster.purge)
         if announced.is_new and announced.has_overdue:
             self._run.sweep()
         return pulse_of(announced.pulse, True, question)

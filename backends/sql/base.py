@@ -1,9 +1,9 @@
 """What a database has to answer that differs from another's: the interface, and what is shared.
 
 A :class:`Dialect` belongs to one :class:`rdzv.backends.sql.engine.Database`. To add a database,
-write a subclass and name it in :func:`rdzv.backends.sql.dialects.dialect_for`; statements elsewhere
-use only what all of them have: no RETURNING (MySQL), no text a user chose as a key, no clock but
-:attr:`Dialect.now`.
+write a subclass and name it in :func:`rdzv.backends.sql.dialects.dialect_for`. Statements
+elsewhere, but for those of :mod:`rdzv.backends.sql.at_once`, use only what all of them have: no
+RETURNING (MySQL), no text a user chose as a key, no clock but :attr:`Dialect.now`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ChangeSignal(ABC):
         """Give up the connection; the next mark opens one, and is a value never seen before."""
 
     def close_idle(self) -> bool:
-        """Give up the connection if nobody waits; whether there is none now."""
+        """Forget a connection that the pool has closed; whether nobody waits."""
         return True
 
 
@@ -151,7 +151,7 @@ class Dialect(ABC):
     can_share: bool = False
     """Whether a connection is dear enough for a backend and its store to share what they have."""
     can_send: bool = False
-    """Whether :meth:`send` works."""
+    """Whether :meth:`send` works, and what :mod:`rdzv.backends.sql.at_once` says is understood."""
     roster_pace: Pace | None = None
     """How often a wait for the roster looks by itself, where not every change wakes it."""
     keys_per_statement_max: int = 500

@@ -1,7 +1,7 @@
 """Connections, transactions and waiting, the same for every database.
 
-* A transaction is short, and no connection is taken out of the pool between two calls: a blocked
-  wait costs no connection of the pool and silences nobody.
+* A transaction is short. All blocked waits together hold one connection at most, on which the
+  server tells, and none of the places of the pool: they silence nobody.
 * An error before the commit means that nothing was written. Only the answer to the commit itself
   can be lost; then the caller's ``was_applied`` looks, on a new connection, for what was written.
   The commit may still be under way then: a server that waits for its disk or its standby ends it

@@ -29,6 +29,8 @@ FOLLOWER_SECONDS_MAX = 1.0
 """A thread that does not read looks so often whether it has to."""
 BUSY_SECONDS = 0.02
 """A thread looks so often whether the connection is free that another one asks on."""
+LET_GO_SECONDS = 0.5
+"""How long who wants to listen to more waits for the connection."""
 TRY_AGAIN_SECONDS = 10.0
 """How long a server is spared that was crowded, and a pooler is taken for one."""
 LOOK_AROUND = """
@@ -50,12 +52,12 @@ others a common role sees whose they are and to what database, but not of which 
 
 
 class StaleConnection(psycopg.OperationalError):
-    """It was closed before anything was asked on it."""
+    """It was closed before anything was asked on it that may not be asked again."""
 
 
 @contextlib.contextmanager
 def unless_stale(driver: Any) -> Iterator[None]:
-    """Tell a connection that had been closed while it was idle from other trouble."""
+    """Tell a connection that was lost in time for another try; only around what may be repeated."""
     try:
         yield
     except psycopg.OperationalError as error:
@@ -84,6 +86,8 @@ class Listener(ChangeSignal):
         self._counts: dict[str, int] = {}
         self._opened = 0
         self._waiting = 0
+        self._asking = 0
+        """How many want to listen to more, for which whoever reads lets go."""
         self._reader: int | None = None
 
     def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> Any:
@@ -126,7 +130,7 @@ class Listener(ChangeSignal):
                     if self._reader is not None:
                         self._changed.wait(min(left, FOLLOWER_SECONDS_MAX))
                         continue
-                    if not line.take():
+                    if self._asking or not line.take():
                         self._changed.wait(min(left, BUSY_SECONDS))
                         continue
                     self._reader = threading.get_ident()
@@ -157,6 +161,8 @@ class Listener(ChangeSignal):
 
     def close_idle(self) -> bool:
         with self._changed:
+            if self._line is not None and self._line.driver.closed:
+                self.close()
             return not self._waiting
 
     @contextlib.contextmanager
@@ -210,17 +216,34 @@ class Listener(ChangeSignal):
 
     def _listen_too(self, line: _Line, topics: Sequence[str]) -> bool:
         """Whether that could be asked for now: another thread may be using the connection."""
-        if not line.take():
+        if not self._borrow(line):
             return False
         is_good = False
         try:
-            self._listen(line.driver, topics)
+            with unless_stale(line.driver):
+                self._listen(line.driver, topics)
             is_good = True
         finally:
             line.give_back(is_good)
             if not is_good:
                 self.close()
         return True
+
+    def _borrow(self, line: _Line) -> bool:
+        """Take the connection, if need be from whoever reads from it; whether it could be had."""
+        end = time.monotonic() + LET_GO_SECONDS
+        self._asking += 1
+        try:
+            while self._line is line:
+                if line.take():
+                    return True
+                if time.monotonic() >= end:
+                    return False
+                line.ring()
+                self._changed.wait(BUSY_SECONDS)
+            return False
+        finally:
+            self._asking -= 1
 
     def _read(self, line: _Line, seconds: float) -> None:
         """Wait for what the server tells, and count it. Only one thread at a time is here."""

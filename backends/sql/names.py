@@ -1,5 +1,5 @@
-"""Looking up a server's name within a time: the system's own look-up may take minutes, and neither
-libpq nor PyMySQL sets it a limit."""
+"""Looking up a server's name within a time: the system's own look-up may take minutes, and libpq
+sets it no limit. (Nor does PyMySQL, where it is still so.)"""
 
 from __future__ import annotations
 

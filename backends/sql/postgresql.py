@@ -91,7 +91,7 @@ class Connection(psycopg.Connection[Any]):
 class PostgresqlDialect(ServerDialect):
     """PostgreSQL 12 or newer, directly or behind a pooler."""
 
-    # One value within a statement, and not that of a transaction's begin.
+    # One value within a message, and not that of a transaction's begin.
     now = sa.literal_column(
         "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000 AS BIGINT)", sa.BigInteger
     )

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.c10d_targets import FileStoreTarget, TcpStoreTarget, tcp_server
+from integration.c10d_targets import NO_CLOCK, FileStoreTarget, TcpStoreTarget, tcp_server
 
 from rdzv.conformance.process_server import ProcessServer
 from rdzv.conformance.registered import RegisteredTarget
 from rdzv.conformance.servers.local import free_port
-from rdzv.conformance.suites import TorchrunSuite, marked
+from rdzv.conformance.suites import TorchrunSuite, deviates, marked
 from rdzv.conformance.target import Target
 from rdzv.conformance.torchrun_cases import a_late_node_joins_a_running_job_and_both_finish
 from rdzv.conformance.torchrun_kit import Agent, Job
@@ -38,6 +38,7 @@ def hosted() -> Iterator[Target]:
     target.close()
 
 
+@deviates("a_finished_run_refuses_newcomers_for_a_while", NO_CLOCK)
 @marked(pytest.mark.full, "torchrun")
 class TestTcpStoreTorchrun(TorchrunSuite):
     @pytest.fixture

@@ -30,8 +30,7 @@ def tcp_server(folder: Path) -> ProcessServer:
 
 
 TIMES = {"read_timeout": "6"}
-"""Clauses in which nothing answers wait for it. Not shorter: torch looks up a name for each
-connection, and a name server that is silent keeps it for five seconds."""
+"""Clauses in which nothing answers wait for it."""
 LONG = ("faults", "concurrency", "values", "waits", "queues")
 """The groups of clauses that are tried in the full run only."""
 NO_CLOCK = "a node that was not connected when the run was closed cannot know when that was"

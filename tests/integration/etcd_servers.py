@@ -101,11 +101,10 @@ def start_members(folder: Path, stack: contextlib.ExitStack) -> list[EtcdMember]
     peers = {name: f"http://127.0.0.1:{free_port()}" for name in NAMES}
     initial = ",".join(f"{name}={url}" for name, url in peers.items())
     members = []
+    fast = ["--unsafe-no-fsync"] if "unsafe-no-fsync" in told_options() else []
     for name, url in peers.items():
-        options = [f"--name={name}", f"--listen-peer-urls={url}", "--unsafe-no-fsync"]
+        options = [f"--name={name}", f"--listen-peer-urls={url}", *fast]
         options += [f"--initial-advertise-peer-urls={url}", f"--initial-cluster={initial}"]
-        if "unsafe-no-fsync" not in told_options():
-            options.remove("--unsafe-no-fsync")
         member = EtcdMember(folder / name, *options)
         stack.enter_context(contextlib.closing(member))
         members.append(member)
@@ -120,7 +119,11 @@ class GuardedProcess(EtcdProcess):
         self._files = certificates(folder)
         options = [*tls_options(self._files), *SHORT_TOKENS]
         super().__init__(folder / "server", *options, scheme="https")
-        guard("{}:{}".format(*self.address), client_credentials(self._files))
+        try:
+            guard("{}:{}".format(*self.address), client_credentials(self._files))
+        except BaseException:
+            self.close()
+            raise
 
     def endpoint(self) -> str:
         host, port = self.address
@@ -170,9 +173,15 @@ def told_options() -> str:
 
 def leader_of(members: Sequence[EtcdMember]) -> EtcdMember:
     """The member that leads."""
-    leader = leader_among(members)
-    assert leader is not None, "no member leads"
-    return leader
+    found: list[EtcdMember] = []
+
+    def is_found() -> bool:
+        leader = leader_among(members)
+        found.extend([] if leader is None else [leader])
+        return bool(found)
+
+    until(is_found)
+    return found[0]
 
 
 def leader_among(members: Sequence[EtcdMember]) -> EtcdMember | None:

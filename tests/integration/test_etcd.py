@@ -33,11 +33,10 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import metric
-from .operations import until, use_all
+from .operations import TTL_SECONDS, until, use_all
 
 SHORT_LIFE = EtcdOptions(outage_timeout_seconds=2.0, closed_grace_seconds=0.4)
 """A lease of four seconds: a machine that stalls for less loses nothing."""
-TTL_SECONDS = 60.0
 EXPIRY_SECONDS_MAX = 20.0
 
 

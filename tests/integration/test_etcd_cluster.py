@@ -26,9 +26,8 @@ from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import EtcdMember, LeaderServer, cluster, leader_of
 from .etcd_targets import EtcdTarget
-from .operations import reach
+from .operations import TTL_SECONDS, reach
 
-TTL_SECONDS = 60.0
 RECOVERY_SECONDS_MAX = 30.0
 OPTIONS = EtcdOptions(read_timeout_seconds=2.0)
 

@@ -27,8 +27,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import EtcdProcess
-from .operations import until
-from .test_etcd import TTL_SECONDS
+from .operations import TTL_SECONDS, until
 
 NO_LEASE = 12345
 

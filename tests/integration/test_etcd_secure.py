@@ -19,8 +19,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import SHORT_TOKENS, TOKEN_SECONDS, EtcdProcess, certificates, guard, tls_options
-from .operations import reach, use_all
-from .test_etcd import TTL_SECONDS
+from .operations import TTL_SECONDS, reach, use_all
 
 
 @pytest.fixture(scope="module")

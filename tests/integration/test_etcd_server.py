@@ -26,8 +26,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import EtcdProcess, guard
-from .operations import until
-from .test_etcd import TTL_SECONDS
+from .operations import TTL_SECONDS, until
 
 SHORT_SECONDS = 1.0
 STUCK_SECONDS_MAX = 4.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,47 @@ def test_a_removed_file_is_an_error_at_once(opened: list[Any], tmp_path: Path) -
             backend.get_state()
         assert time.monotonic() - started < REQUEST_SECONDS_MAX
     assert not path.exists()
+
+
+IN_A_FILE_THAT_IS_REPLACED = """
+import os, sys
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousConnectionError
+from rdzv import registry
+from rdzv.ports import Entry, Question
+
+def opened():
+    times = {"close_timeout": "1", "read_timeout": "3"}
+    parameters = RendezvousParameters("filestore", sys.argv[1], "job", 1, 1, **times)
+    return registry.open_backend(parameters)[0]
+
+first = opened()
+first.announce(Entry("first", b"xyz", "round"), 60.0, Question())
+first.set_state(b"abcde")
+first.beat("first", 60.0, Question())
+open(sys.argv[1] + ".new", "w").close()
+os.replace(sys.argv[1] + ".new", sys.argv[1])
+second = opened()
+second.announce(Entry("second", b"", "round"), 60.0, Question())
+for _ in range(30):
+    second.beat("second", 60.0, Question())
+try:
+    first.get_state()
+except RendezvousConnectionError:
+    pass
+assert first.get_state() is None
+assert second.set_state(b"1")[2]
+assert first.get_state()[0] == b"1"
+first.close()
+second.close()
+"""
+"""Of odd sizes, so that one file has no record where the other one ends."""
+
+
+def test_a_file_that_was_replaced_holds_up_nobody(tmp_path: Path) -> None:
+    """Torch's FileStore reads on where it was, which may be within a record of the new file, and
+    never ends; nor does then whoever waits for the lock that it holds."""
+    program = [sys.executable, "-c", IN_A_FILE_THAT_IS_REPLACED, str(tmp_path / "store")]
+    subprocess.run(program, timeout=120, check=True)
 
 
 @pytest.mark.parametrize("age_seconds", [0, 24 * 3600])

@@ -25,12 +25,11 @@ from rdzv.errors import (
 from rdzv.ports import Entry, Question
 from rdzv.stores.redis import RedisStore
 
-from .operations import use_all
+from .operations import TTL_SECONDS, use_all
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "redis.md"
 SHORT_LIFE = RedisOptions(outage_timeout_seconds=0.4, closed_grace_seconds=0.1)
 LONG_LIFE = RedisOptions(outage_timeout_seconds=30.0, closed_grace_seconds=0.1)
-TTL_SECONDS = 60.0
 MERELY_USEFUL = ("info", "hello", "select", "srem", "subscribe")
 """Without these a warning, a protocol, a database, tidiness or a waking is missing: no error."""
 

@@ -28,7 +28,7 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.redis import RedisStore
 
-from .operations import use_all
+from .operations import TTL_SECONDS, use_all
 from .redis_members import documented_rights, password_in
 from .redis_topologies import NAMES, Topologies, TopologyTarget
 
@@ -40,7 +40,6 @@ pytestmark = pytest.mark.filterwarnings(
 logger = logging.getLogger(__name__)
 
 NODES = 8
-TTL_SECONDS = 60.0
 SERVED_SECONDS_MAX = 30.0
 """A failover takes about four seconds; Sentinels of a machine that stalls begin anew."""
 

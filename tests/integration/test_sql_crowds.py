@@ -1,10 +1,11 @@
-"""PostgreSQL servers of the tests' own: one that is small, and several in one URL."""
+"""PostgreSQL under crowds: of many that arrive or are too many, and on several servers."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,10 +22,8 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
 
-from .operations import reach, until
+from .operations import TTL_SECONDS, reach, until
 from .sql_targets import administrator, asked, empty_server, ours
-
-TTL_SECONDS = 60.0
 
 
 class SmallPostgreSQL(PostgreSQL):
@@ -186,3 +185,41 @@ def test_of_several_names_those_are_tried_that_lead_somewhere(
     hosts = f"host=gone.example:{port}&host=server.example:{port}"
     with contextlib.closing(SqlBackend(f"postgresql://rdzv:rdzv@/rdzv?{hosts}", "run")) as backend:
         assert reach(backend.get_state) is None
+
+
+def test_a_repeated_announcement_keeps_the_run_alive(
+    request: pytest.FixtureRequest, opened: Any
+) -> None:
+    """It writes nothing but the entry's time, so the run's has to be told besides."""
+    postgresql = empty_server(request, "postgresql")
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    entry = Entry("node", b"data")
+    backend.announce(entry, TTL_SECONDS, Question())
+    question = "SELECT alive_until FROM rdzv_runs"
+    before = asked(postgresql, question)
+    backend._run._touched_at = float("-inf")
+    assert backend.announce(entry, TTL_SECONDS, Question()).present
+    assert asked(postgresql, question) > before
+
+
+def test_of_those_who_arrive_at_once_one_finds_that_it_is_alone(
+    request: pytest.FixtureRequest, opened: Any
+) -> None:
+    """It writes the run's first document, for which all others wait up to a second."""
+    postgresql = empty_server(request, "postgresql")
+    for turn in range(4):
+        backends = [
+            opened(SqlBackend(postgresql.endpoint(), f"run{turn}", SqlOptions())) for _ in range(6)
+        ]
+        for each in backends:
+            assert each.get_state() is None  # so it is connected
+        gate = threading.Barrier(len(backends))
+
+        def arrive(index: int, each: Any, gate: threading.Barrier) -> int:
+            gate.wait(TTL_SECONDS)
+            return int(each.announce(Entry(f"n{index}", b""), TTL_SECONDS, Question()).live)
+
+        with ThreadPoolExecutor(len(backends)) as threads:
+            gates = [gate] * len(backends)
+            counts = list(threads.map(arrive, range(len(backends)), backends, gates))
+        assert min(counts) == 1, counts

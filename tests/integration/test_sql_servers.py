@@ -25,12 +25,11 @@ from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
 
-from .operations import until, use_all
+from .operations import TTL_SECONDS, until, use_all
 from .sql_targets import TABLES, administrator, asked, drop_all, empty_server, listens, ours
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "sql.md"
 SERVERS = ("postgresql", "mysql")
-TTL_SECONDS = 60.0
 SHORT_LIFE = SqlOptions(outage_timeout_seconds=0.3, closed_grace_seconds=0.1)
 
 
@@ -218,6 +217,21 @@ def test_terminated_connections_are_replaced(postgresql: Any, opened: Any) -> No
     assert waiting.result() == found[:2]
     assert 1 <= len(told) <= 4
     assert all("terminating" in each or "closed" in each for each in told), told
+
+
+def test_who_waits_lets_go_for_who_wants_to_listen_too(postgresql: Any, opened: Any) -> None:
+    backend = opened(backend_on(postgresql))
+    _, token, _ = backend.set_state(b"0")
+    listener = backend._database._signal
+    waiting = Background(lambda: backend.wait_for_change(token, TTL_SECONDS))
+    until(lambda: listener._reader is not None)
+    pool = backend._database._pool
+    assert listener.mark(["another"], pool, time.monotonic() + TTL_SECONDS) is not None
+    until(lambda: listener._reader is not None)
+    asked(postgresql, "SELECT count(pg_notify('another', '')) FROM (SELECT 1) AS one")
+    until(lambda: listener._counts["another"] == 1)
+    found = backend.set_state(b"1", token)[:2]
+    assert waiting.result() == found
 
 
 def terminate(server: Any) -> None:

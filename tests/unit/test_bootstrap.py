@@ -205,7 +205,9 @@ def test_who_hosts_publishes_before_anybody_asks_for_the_result() -> None:
     assert address_of(own) == address_of(found) == ("127.0.0.1", server.port)
 
 
-@pytest.mark.parametrize("error", [RendezvousConnectionError("as the test wanted"), SystemExit()])
+@pytest.mark.parametrize(
+    "error", [RendezvousConnectionError("as the test wanted"), TimeoutError(), SystemExit()]
+)
 def test_what_keeps_a_server_from_starting_is_told_when_the_result_is_wanted(
     error: BaseException,
 ) -> None:
