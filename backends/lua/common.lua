@@ -17,9 +17,11 @@ local function whole(number)
   return string.format('%.0f', number)
 end
 
+-- Two keys that one script gives the same time may still end a millisecond apart: with the second on
+-- top, looks that come soon after find nothing to lengthen.
 local function last_until(key, milliseconds)
   if call('PTTL', key) < milliseconds then
-    call('PEXPIRE', key, whole(milliseconds))
+    call('PEXPIRE', key, whole(milliseconds + 1000))
   end
 end
 

@@ -11,6 +11,8 @@ from rdzv.backends.etcd_options import EtcdOptions, base_of
 from rdzv.conformance.registered import RegisteredTarget
 from rdzv.conformance.target import Server
 
+from .operations import until
+
 TIMES = {"read_timeout": "2"}
 """Clauses in which nothing answers wait for it."""
 TOO_LARGE = "etcd refuses requests over 1.5 MB, unless its administrator allows more"
@@ -42,13 +44,17 @@ class OneMember(Server):
         self._server.resume()
 
     def kill(self) -> None:
-        host, port = self.address
-        with (
-            contextlib.suppress(pyetcd.Etcd3Exception),
-            contextlib.closing(pyetcd.client(host, port, timeout=5.0)) as client,
-        ):
-            client.put("one more", "")
+        until(self._takes_one_more, 30.0)
         self._server.kill()
+
+    def _takes_one_more(self) -> bool:
+        host, port = self.address
+        with contextlib.closing(pyetcd.client(host, port, timeout=5.0)) as client:
+            try:
+                client.put("one more", "")
+            except pyetcd.Etcd3Exception:
+                return False
+        return True
 
     def restart(self, *, keep_data: bool) -> None:
         self._server.restart(keep_data=keep_data)
