@@ -43,6 +43,9 @@ TECHNOLOGIES = {
 TORCHS_OWN_ON_A_PORT = ("c10d", "tcpstore")
 FILES = ("sqlite", "sql", "filestore")
 OPEN_FILES_PER_NODE = 8
+RESOLVER = "timeout:1"
+"""Seconds, for all backends alike. torch looks up the name of each address that it connects to; a
+name server that leaves such a question unanswered would add 5 s to a measurement by chance."""
 
 
 class Endpoints:
@@ -75,6 +78,8 @@ class Endpoints:
 def main() -> int:
     """Measure, print a table with ratios, and write JSON and a plot where asked to."""
     options = _options()
+    # Before this process or a child resolves its first name: the resolver reads it once.
+    os.environ.setdefault("RES_OPTIONS", RESOLVER)
     if options.plot:
         try:
             check_plot()
