@@ -71,7 +71,8 @@ class Stopped(Exception):
 
 class Driver:
     """A backend as the protocol sees it. Safe to use from any thread. ``prepare`` is called for
-    :class:`Prepare` and answers well within a keep-alive interval."""
+    :class:`Prepare` and answers well within a keep-alive interval, or raises :class:`Stopped` when
+    nobody waits for the round."""
 
     def __init__(
         self,

@@ -114,6 +114,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         )
         self._departure = Departure(self._withdraw)
         self._hosting: Hosting | None = None
+        self._may_host = False
+        """Whether somebody waits for a round that this node could host."""
+        # Reentrant: a signal handler may shut down whoever holds it.
+        self._hosting_lock = threading.RLock()
         self._round_store: weakref.ref[RoundStore] | None = None
         self._process_id = os.getpid()
         self._in_barrier = threading.Lock()
@@ -181,7 +185,11 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 "one node. Make a handler for each node."
             )
         try:
+            with self._hosting_lock:
+                self._may_host = not self._is_shut_down
             return self._next_rendezvous()
+        except (Stopped, CancelledError) as stopped:
+            raise RendezvousClosedError("This rendezvous handler was shut down.") from stopped
         finally:
             self._stop_hosting()
             self._in_barrier.release()
@@ -263,8 +271,6 @@ class DynamicRendezvousHandler(RendezvousHandler):
         joining = self._keep_alive.join_round(join_timeout_seconds)
         try:
             state: State = self._wait(joining, limit)
-        except Stopped as stopped:
-            raise RendezvousClosedError("This rendezvous handler was shut down.") from stopped
         except BaseException as error:
             self._keep_alive.abandon(joining)
             joining.add_done_callback(self._abandoned)
@@ -328,6 +334,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def _prepare(self, state: State) -> None:
         """This node will be rank 0 of the proposed round. (In the background thread.)"""
+        if not self.use_agent_store:
+            # A port that is merely free does not stay so: it is looked for when it is needed.
+            return
         assert state.proposal_id is not None
         deadline = self._session.deadline
         if deadline is None:
@@ -338,22 +347,32 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._host(state.proposal_id, deadline).wait(min(PREPARE_SECONDS_MAX, interval / 2))
 
     def _host(self, round_id: RoundId, deadline: float) -> Hosting:
-        """What has begun to host the round, if need be now. What began for another is dropped."""
-        hosting = self._hosting
-        if hosting is None or hosting.round_id != round_id:
-            self._stop_hosting()
-            shared = self.use_agent_store
-            hosting = self._hosting = Hosting(
-                round_id,
-                lambda: BootstrapServer(self._node.address, deadline, shared=shared),
-                lambda server: self._open_round(round_id, server),
-                deadline,
-            )
-        return hosting
+        """What has begun to host the round, if need be now. What began for another is dropped.
+
+        Raises ``Stopped`` if nobody waits for a round any more: nobody would let go of it.
+        """
+        with self._hosting_lock:
+            if not self._may_host:
+                raise Stopped("nobody waits for a round that this node would host")
+            hosting = self._hosting
+            if hosting is None or hosting.round_id != round_id:
+                if hosting is not None:
+                    hosting.drop()
+                shared = self.use_agent_store
+                hosting = self._hosting = Hosting(
+                    round_id,
+                    lambda: BootstrapServer(self._node.address, deadline, shared=shared),
+                    lambda server: self._open_round(round_id, server),
+                    deadline,
+                )
+            return hosting
 
     def _stop_hosting(self) -> None:
-        """Let go of what hosts a round: the round's store, if anybody has it, keeps the server."""
-        hosting, self._hosting = self._hosting, None
+        """Let go of what hosts a round: the round's store, if anybody has it, keeps the server.
+        The background thread may be about to host one: it begins with none from now on."""
+        with self._hosting_lock:
+            self._may_host = False
+            hosting, self._hosting = self._hosting, None
         if hosting is not None:
             hosting.drop()
 

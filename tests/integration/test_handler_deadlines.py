@@ -16,7 +16,8 @@ import rdzv.handler
 from rdzv.backends.memory import MemoryBackend
 from rdzv.bootstrap import BootstrapServer
 from rdzv.codec import decode_state
-from rdzv.effects import Notice
+from rdzv.driver import Stopped
+from rdzv.effects import Notice, Prepare
 from rdzv.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -24,8 +25,9 @@ from rdzv.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from rdzv.ports import Closable, Token
+from rdzv.ports import Closable, Entry, Pulse, Question, Token
 from rdzv.round_store import RoundStore
+from rdzv.state import Proposal
 
 from .handler_kit import (
     KEEP_ALIVE_INTERVAL_SECONDS,
@@ -78,6 +80,19 @@ def a_backend_that_hangs_holds_no_shutdown_beyond_its_deadline() -> None:
         assert not node.handler.shutdown()
         assert watch.seconds < 2 * 1.0 + 2 * SOON_SECONDS
         backend_of(node).resume()
+
+
+def a_joiner_that_is_shut_down_before_its_turn_is_told() -> None:
+    with Job("1:1", close_timeout=1.0) as job:
+        (node,) = start_troubled(job, 1)
+        backend_of(node).hang()
+        assert backend_of(node).hanging.wait(PATIENCE_SECONDS)
+        joining = node.join()
+        wait_until("it is its turn next", lambda: node.handler._keep_alive._orders.qsize())
+        assert not node.handler.shutdown()
+        backend_of(node).resume()
+        error = joining.exception(PATIENCE_SECONDS)
+        assert isinstance(error, RendezvousClosedError), repr(error)
 
 
 def a_backend_that_answers_too_late_closes_nothing() -> None:
@@ -289,6 +304,46 @@ def test_a_wipe_while_the_round_is_set_up_sends_nobody_round_again() -> None:
             assert nodes[0].state.round_id == before
 
 
+def test_nothing_is_hosted_for_nobody() -> None:
+    """The background thread may have read that it will be rank 0 just when its caller gave up."""
+    with Job("1:1") as job:
+        (node,), _ = job.start(1)
+        proposed = replace(node.state, proposal=Proposal("late", node.state.participants))
+        for _ in range(2):
+            with pytest.raises(Stopped):
+                node.handler._driver.perform(Prepare(proposed))
+            assert node.handler._hosting is None
+            node.handler.shutdown()
+
+
+def test_a_port_that_is_merely_free_is_looked_for_when_the_round_is_final(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Somebody else would have the more time to take it."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    released = threading.Event()
+
+    class Hesitant(MemoryBackend):
+        def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
+            if entry.round_label:
+                released.wait(PATIENCE_SECONDS)
+            return super().announce(entry, ttl_seconds, question)
+
+    with Job("2:2") as job:
+        first = job.node(local_addr="127.0.0.1")
+        second = job.node(Hesitant(job.space, job.run_id), local_addr="127.0.0.2")
+        joins = [first.join(), second.join()]
+        wait_until(
+            "the first has confirmed",
+            lambda: any(
+                entry.node.id == first.id and entry.running is not None for entry in job.entries
+            ),
+        )
+        assert job.open_store().num_keys() == 0
+        released.set()
+        assert [info.rank for info in results([first, second], joins)] == [0, 1]
+
+
 # ------------------------------------------------------------------------------ the exit barrier
 
 
@@ -395,6 +450,7 @@ def test_what_ends_although_something_hangs() -> None:
         together(
             a_backend_that_hangs_holds_no_joiner_beyond_its_deadline,
             a_backend_that_hangs_holds_no_shutdown_beyond_its_deadline,
+            a_joiner_that_is_shut_down_before_its_turn_is_told,
             a_backend_that_answers_too_late_closes_nothing,
             shutdown_never_raises,
             a_second_barrier_of_one_handler_is_refused,

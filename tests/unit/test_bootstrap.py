@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -246,3 +248,117 @@ def test_a_dropped_round_is_not_published_for_longer(monkeypatch: pytest.MonkeyP
     dropped.drop()
     with pytest.raises(BootstrapLost, match="dropped"):
         dropped.result(soon(), stands)
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """What ends here ends by itself."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def assert_ends(port: int) -> None:
+    deadline = soon()
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS).close()
+        except OSError:
+            return
+        assert time.monotonic() < deadline, "the server still listens"
+        threading.Event().wait(0.01)
+
+
+def fail_to_open(server: BootstrapServer) -> RoundStore:
+    raise RuntimeError("as the test wanted")
+
+
+def fail_to_publish(server: BootstrapServer) -> RoundStore:
+    store = FailingStore(
+        MemoryStore(MemoryClient()), "round", on_exit_barrier=lambda: None, keep=server
+    )
+    store.failures = 1_000_000
+    return store
+
+
+def open_for_nobody(server: BootstrapServer) -> RoundStore:
+    return RoundStore(
+        MemoryStore(MemoryClient()), "round", on_exit_barrier=lambda: None, keep=server
+    )
+
+
+@pytest.mark.parametrize("open_store", [fail_to_open, fail_to_publish, open_for_nobody])
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_the_server_of_a_round_that_nobody_wants_ends_at_once(
+    open_store: Callable[[BootstrapServer], RoundStore],
+) -> None:
+    ports: list[int] = []
+    opened = threading.Event()
+
+    def start() -> BootstrapServer:
+        server = BootstrapServer("127.0.0.1", soon(), shared=True)
+        ports.append(server.port)
+        return server
+
+    def open_it(server: BootstrapServer) -> RoundStore:
+        opened.set()
+        return open_store(server)
+
+    unwanted = Hosting(ROUND, start, open_it, soon())
+    assert opened.wait(PATIENCE_SECONDS)
+    unwanted.drop()
+    unwanted.wait(PATIENCE_SECONDS)
+    del unwanted
+    assert_ends(ports[0])
+
+
+def test_a_round_that_is_dropped_while_its_server_starts_does_not_open_the_store() -> None:
+    dropped = threading.Event()
+    opened: list[BootstrapServer] = []
+
+    def start() -> BootstrapServer:
+        assert dropped.wait(PATIENCE_SECONDS)
+        return BootstrapServer("127.0.0.1", soon(), shared=False)
+
+    def open_it(server: BootstrapServer) -> RoundStore:
+        opened.append(server)
+        return round_store(MemoryClient())
+
+    unwanted = Hosting(ROUND, start, open_it, soon())
+    unwanted.drop()
+    dropped.set()
+    with pytest.raises(BootstrapLost, match="dropped"):
+        unwanted.result(soon(), stands)
+    assert not opened, "the store may be closed by then"
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("failures", [0, 1])
+def test_what_was_published_early_is_published_again_only_if_it_may_be_lost(
+    is_lost: bool, failures: int
+) -> None:
+    """By a failover, while the others confirmed the round."""
+    client = MemoryClient()
+    published = []
+
+    class Counting(FailingStore):
+        def multi_set(self, keys: Any, values: Any) -> None:
+            published.append(values)
+            super().multi_set(keys, values)
+
+    store = Counting(MemoryStore(client), "round", on_exit_barrier=lambda: None)
+    server = BootstrapServer("127.0.0.1", soon(), shared=True)
+    early = Hosting(ROUND, lambda: server, lambda _: store, soon())
+    early.wait(PATIENCE_SECONDS)
+    if is_lost:
+        for key in store.list_keys():
+            store.delete_key(key)
+    store.failures = failures
+    usual = store.timeout
+    _, own = early.result(soon(), stands)
+    found = bootstrap(round_store(client), None, soon(), stands)
+    assert address_of(own) == address_of(found) == ("127.0.0.1", server.port)
+    assert len(published) == 1 + (is_lost or failures)
+    assert store.timeout == usual
