@@ -8,6 +8,7 @@ needs no thread here.
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 import weakref
@@ -22,7 +23,7 @@ from rdzv.backends.etcd_options import Cluster, EtcdOptions
 
 PING_SECONDS, PING_ANSWER_SECONDS = 7.0, 3.0
 """etcd ends connections that ping it more often than every five seconds."""
-CALLS_MAX = 8
+CALLS_MAX = 16
 TURN_SECONDS_MAX = 1.0
 METHODS = {
     "Range": ("KV", "RangeRequest", "RangeResponse"),
@@ -45,7 +46,11 @@ class _Gate:
         )  # places may be taken by threads that are gone
 
     def renew(self) -> None:
-        self.places = threading.BoundedSemaphore(CALLS_MAX)
+        # Not a semaphore, which is Python's: hundreds of threads would spend more on it than on
+        # calls.
+        self.places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(CALLS_MAX):
+            self.places.put(None)
 
 
 _gate = _Gate()
@@ -58,12 +63,16 @@ def _turn(seconds: float) -> Iterator[float]:
     A thread that waits for an answer in gRPC takes Python's lock five times a second, so hundreds
     of nodes in one process would do little else. Calls to a server that hangs keep nobody long."""
     places, started = _gate.places, time.monotonic()
-    is_ours = places.acquire(timeout=min(seconds / 2, TURN_SECONDS_MAX))
+    is_ours = True
+    try:
+        places.get(timeout=min(seconds / 2, TURN_SECONDS_MAX))
+    except queue.Empty:
+        is_ours = False
     try:
         yield max(seconds - (time.monotonic() - started), 0.001)
     finally:
         if is_ours:
-            places.release()
+            places.put(None)
 
 
 class Link:
@@ -111,6 +120,56 @@ class Link:
             self.channel.close()
 
 
+class _Reading:
+    """One request for all who want to know the same."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.answer: Any = None
+        """None too where it has failed: then each asks for itself."""
+
+
+class Readings:
+    """Lets several ask once for what they want to know at one moment.
+
+    Whoever asks shares in a request only before it is made, so its answer is never older than the
+    question; while one is under way, the next one gathers.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next: dict[bytes, _Reading] = {}
+        self._running: dict[bytes, _Reading] = {}
+
+    def ask(self, request: bytes, seconds: float, ask: Callable[[], Any]) -> Any:
+        """The answer to a request, which ``ask`` makes. Another's is not waited for longer than
+        half of these seconds. Raises what ``ask`` raises."""
+        with self._lock:
+            mine = self._next.get(request)
+            gathers = mine is None
+            if mine is None:
+                mine = self._next[request] = _Reading()
+            before = self._running.get(request)
+        if not gathers:
+            mine.ended.wait(min(seconds / 2, TURN_SECONDS_MAX))
+            return ask() if mine.answer is None else mine.answer
+        try:
+            try:
+                if before is not None:
+                    before.ended.wait(min(seconds / 2, TURN_SECONDS_MAX))
+            finally:
+                with self._lock:
+                    del self._next[request]
+                    self._running[request] = mine
+            mine.answer = ask()
+            return mine.answer
+        finally:
+            with self._lock:
+                if self._running.get(request) is mine:
+                    del self._running[request]
+            mine.ended.set()
+
+
 class Links:
     """The channels to a cluster, the member that is asked now, and the token of whoever asks.
 
@@ -127,6 +186,7 @@ class Links:
         """Those on which a call was not answered, kept for others that still wait on them."""
         self.current = 0
         self.token: str | None = None
+        self.readings = Readings()
         self.users = 0
 
     def link(self) -> Link:
