@@ -12,8 +12,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -56,25 +56,6 @@ class _Gate:
 _gate = _Gate()
 
 
-@contextmanager
-def _turn(seconds: float) -> Iterator[float]:
-    """One's turn to call, and how many of these seconds are left for it.
-
-    A thread that waits for an answer in gRPC takes Python's lock five times a second, so hundreds
-    of nodes in one process would do little else. Calls to a server that hangs keep nobody long."""
-    places, started = _gate.places, time.monotonic()
-    is_ours = True
-    try:
-        places.get(timeout=min(seconds / 2, TURN_SECONDS_MAX))
-    except queue.Empty:
-        is_ours = False
-    try:
-        yield max(seconds - (time.monotonic() - started), 0.001)
-    finally:
-        if is_ours:
-            places.put(None)
-
-
 class Link:
     """A channel to one member, and the calls on it. ``links`` are those that it belongs to: None
     where it is a user's."""
@@ -95,13 +76,23 @@ class Link:
             )
 
     def call(self, method: str, request: Any, seconds: float, metadata: Any) -> Any:
-        """Raises ``grpc.RpcError``, and ``ValueError`` where the channel was closed before."""
-        call = object()
+        """Raises ``grpc.RpcError``, and ``ValueError`` where the channel was closed before.
+
+        Waits for its turn first: a thread that waits for an answer in gRPC takes Python's lock
+        five times a second, so hundreds of nodes in one process would do little else. Calls to a
+        server that hangs keep nobody long.
+        """
+        call, places, started, is_ours = object(), _gate.places, time.monotonic(), False
         self.running.add(call)
         try:
-            with _turn(seconds) as left:
-                return self._calls[method](request, timeout=left, metadata=metadata)
+            with suppress(queue.Empty):
+                places.get(timeout=min(seconds / 2, TURN_SECONDS_MAX))
+                is_ours = True
+            left = max(seconds - (time.monotonic() - started), 0.001)
+            return self._calls[method](request, timeout=left, metadata=metadata)
         finally:
+            if is_ours:
+                places.put(None)
             self.running.discard(call)
 
     def stream(self, method: str, request: Any, seconds: float, metadata: Any) -> Any:

@@ -16,7 +16,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -75,15 +74,21 @@ _ends_at: ContextVar[float | None] = ContextVar("_ends_at", default=None)
 """By ``time.monotonic()``: when whoever calls wants to have the answers to all that it asks."""
 
 
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
+class within:
     """Calls that are made inside end within these seconds, or ``REQUEST_SECONDS_MIN`` each."""
-    ends_at, until = time.monotonic() + seconds, _ends_at.get()
-    token = _ends_at.set(ends_at if until is None else min(until, ends_at))
-    try:
-        yield
-    finally:
-        _ends_at.reset(token)
+
+    __slots__ = ("_ends_at", "_token")
+
+    def __init__(self, seconds: float) -> None:
+        self._ends_at = time.monotonic() + seconds
+
+    def __enter__(self) -> None:
+        until = _ends_at.get()
+        ends_at = self._ends_at if until is None else min(until, self._ends_at)
+        self._token = _ends_at.set(ends_at)
+
+    def __exit__(self, *_: object) -> None:
+        _ends_at.reset(self._token)
 
 
 class Connected(Protocol):
