@@ -123,14 +123,20 @@ class EtcdConnections(EtcdOperations):
     """
 
     def __init__(
-        self, endpoint: str, run_id: str, options: EtcdOptions, client: Any = None
+        self,
+        endpoint: str,
+        run_id: str,
+        options: EtcdOptions,
+        client: Any = None,
+        *,
+        cluster: Cluster | None = None,
     ) -> None:
         self.base = base_of(run_id, options)
         super().__init__(lease_of(self.base), messages_of(client))
         self.options = options
         self._secrets = (*secrets_in(endpoint), options.password)
         self.endpoint = mask_secrets(endpoint, *self._secrets)
-        self._cluster: Cluster = cluster_of(endpoint, options)
+        self._cluster: Cluster = cluster or cluster_of(endpoint, options)
         self._client = client
         self._given = endpoint, run_id, options, client
         self._when_closed: list[Callable[[], object]] = []
@@ -159,7 +165,8 @@ class EtcdConnections(EtcdOperations):
 
     def twin(self) -> EtcdConnections:
         """Others on the same channels, to be closed by themselves."""
-        return EtcdConnections(*self._given)
+        # The cluster as it was read: its certificates may have been exchanged since.
+        return EtcdConnections(*self._given, cluster=self._cluster)
 
     def when_closed(self, tell: Callable[[], object]) -> None:
         """Call this after every :meth:`close`."""
@@ -179,8 +186,9 @@ class EtcdConnections(EtcdOperations):
 
     def close(self) -> None:
         """Give up all streams, also those that somebody waits on, and the channels, which others
-        may go on with. Never raises."""
+        may go on with; in a forked child, nothing but to forget them. Never raises."""
         with self._lock:
+            self._leave_after_fork()
             links, self._links = self._links, None
             self._closings += 1
         for stream in list(self._streams):
@@ -431,8 +439,7 @@ class EtcdConnections(EtcdOperations):
     def _link(self, closings: int | None = None) -> Link:
         with self._lock:
             self.check_open(closings)
-            if self._process != os.getpid():  # its threads and sockets are the parent's
-                self._process, self._links, self._streams = os.getpid(), None, set()
+            self._leave_after_fork()
             if self._client is not None:
                 try:
                     return Link(self._client.channel, self.messages, 0)
@@ -444,6 +451,10 @@ class EtcdConnections(EtcdOperations):
                     (cluster, options), lambda: Links(cluster, options, messages)
                 )
             return self._links.link()
+
+    def _leave_after_fork(self) -> None:
+        if self._process != os.getpid():  # threads and sockets are the parent's
+            self._process, self._links, self._streams = os.getpid(), None, set()
 
     def _failed(self, link: Link, error: Any) -> None:
         """Ask another member next, if this one may be the reason."""

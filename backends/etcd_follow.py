@@ -216,16 +216,20 @@ class Follower:
     def _watch(self, closings: int | None) -> DocumentWatch:
         with self._lock:
             self._etcd.check_open(closings)
-            if self._process != os.getpid():
-                self._process, self._held = os.getpid(), None
+            self._leave_after_fork()
             if self._held is None:
                 self._held = _watches.borrow(
                     self._etcd.key, lambda: DocumentWatch(self._etcd.twin())
                 )
             return self._held
 
+    def _leave_after_fork(self) -> None:
+        if self._process != os.getpid():  # the thread is the parent's, and perhaps a lock
+            self._process, self._held = os.getpid(), None
+
     def _leave(self) -> None:
         with self._lock:
+            self._leave_after_fork()
             held, self._held = self._held, None
         if held is not None:
             held.look_who_left()

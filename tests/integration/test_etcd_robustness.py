@@ -89,6 +89,33 @@ def test_a_forked_process_has_slots_of_its_own(server: Any) -> None:
     subprocess.run(command, timeout=60, check=True)
 
 
+def test_a_forked_process_that_closes_ends_nothing_of_its_parents(server: Any) -> None:
+    program = (
+        "import os, sys, threading\n"
+        "from rdzv.backends.etcd import EtcdRendezvousBackend\n"
+        "backend = EtcdRendezvousBackend(sys.argv[1], 'forked and closed')\n"
+        "token, found = backend.set_state(b'1')[1], []\n"
+        "def wait():\n"
+        "    found.append(backend.wait_for_change(token, 60.0))\n"
+        "waiting = threading.Thread(target=wait)\n"
+        "waiting.start()\n"
+        "while not backend._follower.ages._since_revision:\n"
+        "    threading.Event().wait(0.02)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    backend.close()\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert waiting.is_alive()\n"
+        "written = backend.set_state(b'2', token)\n"
+        "waiting.join()\n"
+        "assert found == [written[:2]]\n"
+        "backend.close()\n"
+    )
+    command = [sys.executable, "-c", program, server.endpoint()]
+    subprocess.run(command, timeout=60, check=True)
+
+
 def test_a_member_that_lags_behind_tells_no_document_of_before(server: Any, opened: Any) -> None:
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "lagging"))
     _, first, _ = backend.set_state(b"1")
