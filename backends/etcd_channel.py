@@ -111,56 +111,6 @@ class Link:
             self.channel.close()
 
 
-class _Reading:
-    """One request for all who want to know the same."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.answer: Any = None
-        """None too where it has failed: then each asks for itself."""
-
-
-class Readings:
-    """Lets several ask once for what they want to know at one moment.
-
-    Whoever asks shares in a request only before it is made, so its answer is never older than the
-    question; while one is under way, the next one gathers.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next: dict[bytes, _Reading] = {}
-        self._running: dict[bytes, _Reading] = {}
-
-    def ask(self, request: bytes, seconds: float, ask: Callable[[], Any]) -> Any:
-        """The answer to a request, which ``ask`` makes. Another's is not waited for longer than
-        half of these seconds. Raises what ``ask`` raises."""
-        with self._lock:
-            mine = self._next.get(request)
-            gathers = mine is None
-            if mine is None:
-                mine = self._next[request] = _Reading()
-            before = self._running.get(request)
-        if not gathers:
-            mine.ended.wait(min(seconds / 2, TURN_SECONDS_MAX))
-            return ask() if mine.answer is None else mine.answer
-        try:
-            try:
-                if before is not None:
-                    before.ended.wait(min(seconds / 2, TURN_SECONDS_MAX))
-            finally:
-                with self._lock:
-                    del self._next[request]
-                    self._running[request] = mine
-            mine.answer = ask()
-            return mine.answer
-        finally:
-            with self._lock:
-                if self._running.get(request) is mine:
-                    del self._running[request]
-            mine.ended.set()
-
-
 class Links:
     """The channels to a cluster, the member that is asked now, and the token of whoever asks.
 
@@ -177,7 +127,6 @@ class Links:
         """Those on which a call was not answered, kept for others that still wait on them."""
         self.current = 0
         self.token: str | None = None
-        self.readings = Readings()
         self.users = 0
 
     def link(self) -> Link:

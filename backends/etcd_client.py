@@ -238,21 +238,8 @@ class EtcdConnections(EtcdOperations):
             self._raise(error)
 
     def read(self, *operations: Any) -> Any:
-        """Several ranges at one moment; who of a process wants the same meanwhile gets the same
-        answer."""
-        request, deadline = self.messages.TxnRequest(success=operations), self._deadline()
-
-        def ask() -> Any:
-            with within(deadline - time.monotonic()):
-                return self.call("Txn", request, reads=True)
-
-        links = None if self._client is not None else self._link().links
-        if links is None:
-            return ask()
-        seconds = deadline - time.monotonic()
-        answer = links.readings.ask(request.SerializeToString(), seconds, ask)
-        self.term = answer.header.raft_term
-        return answer
+        """Several ranges at one moment."""
+        return self.transact((), operations, reads=True)
 
     def watch(
         self,
@@ -357,7 +344,7 @@ class EtcdConnections(EtcdOperations):
 
     def call(self, method: str, request: Any, *, reads: bool = False) -> Any:
         """A call of etcd's API. Raises ``RendezvousConnectionError``, :class:`Refused`."""
-        deadline = self._deadline()
+        deadline = time.monotonic() + self._patience()
         logged_in, refusals = False, 0
         while True:
             link, left = self._link(), max(deadline - time.monotonic(), 0.001)
@@ -398,9 +385,6 @@ class EtcdConnections(EtcdOperations):
             code, details = error.code().name, str(error.details())
         text = mask_secrets(f"{code}: {details}", *self._secrets)
         return f"etcd at {self.endpoint}: {text}{advice_for(code, details)}"
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._patience()
 
     def _patience(self) -> float:
         """How long a call may take now."""

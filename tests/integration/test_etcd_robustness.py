@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import subprocess
 import sys
 import threading
@@ -17,9 +16,9 @@ from typing import Any
 import pyetcd  # type: ignore[import-untyped]
 import pytest
 
-from rdzv.backends import etcd_channel, etcd_follow
+from rdzv.backends import etcd_follow
 from rdzv.backends.etcd import EtcdRendezvousBackend
-from rdzv.backends.etcd_channel import CALLS_MAX, Readings
+from rdzv.backends.etcd_channel import CALLS_MAX
 from rdzv.backends.etcd_client import within
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.store_kit import Background
@@ -196,79 +195,6 @@ def test_a_start_that_took_longer_than_its_lease_is_a_documented_error(
     backend._etcd.put = partial(backend._etcd.put, lease=NO_LEASE)
     with pytest.raises(RendezvousConnectionError, match="lease not found"):
         backend.open()
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stalls makes nobody ask by himself."""
-    monkeypatch.setattr(etcd_channel, "TURN_SECONDS_MAX", 60.0)
-
-
-@pytest.mark.usefixtures("patient")
-def test_one_request_is_made_for_all_who_want_to_know_the_same() -> None:
-    readings, ask = Readings(), _Asked()
-    first = Background(lambda: readings.ask(b"x", 60.0, ask))
-    until(lambda: ask.made == 1)
-    # What is under way may be answered with what was before: they wait for the next one.
-    others = [Background(lambda: readings.ask(b"x", 60.0, ask)) for _ in range(4)]
-    another = _Asked()
-    another.answers.put("another")
-    assert readings.ask(b"y", 60.0, another) == "another"
-    until(lambda: len(readings._next) == 1)
-    for other in others:
-        other.still_blocked()
-    ask.answers.put("old")
-    assert first.result() == "old"
-    until(lambda: ask.made == 2)
-    ask.answers.put("new")
-    assert [other.result() for other in others] == ["new"] * 4
-    assert ask.made == 2
-    assert not readings._next
-    assert not readings._running
-
-
-@pytest.mark.usefixtures("patient")
-def test_whose_request_has_failed_fails_alone() -> None:
-    readings, ask = Readings(), _Asked()
-    first = Background(lambda: readings.ask(b"x", 60.0, ask))
-    until(lambda: ask.made == 1)
-    second = Background(lambda: readings.ask(b"x", 60.0, ask))
-    until(lambda: readings._next)
-    third = Background(lambda: readings.ask(b"x", 60.0, ask)).still_blocked()
-    ask.answers.put(RendezvousConnectionError("first"))
-    ask.answers.put(RendezvousConnectionError("second"))
-    for failed, why in ((first, "first"), (second, "second")):
-        with pytest.raises(RendezvousConnectionError, match=why):
-            failed.result()
-    ask.answers.put("answer")
-    assert third.result() == "answer"
-    assert not readings._next
-    assert not readings._running
-
-
-def test_another_whose_request_hangs_is_not_waited_for_long() -> None:
-    readings, hanging, ask = Readings(), _Asked(), _Asked()
-    Background(lambda: readings.ask(b"x", 60.0, hanging))
-    until(lambda: hanging.made == 1)
-    ask.answers.put("mine")
-    assert readings.ask(b"x", 0.2, ask) == "mine"
-    hanging.answers.put("late")
-    until(lambda: not readings._running)
-
-
-class _Asked:
-    """A request that is answered when it is told to."""
-
-    def __init__(self) -> None:
-        self.made = 0
-        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def __call__(self) -> Any:
-        self.made += 1
-        answer = self.answers.get()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
 
 def test_a_token_that_cannot_be_etcds_loses(server: Any, opened: Any) -> None:
