@@ -26,20 +26,19 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from rdzv.backends.etcd_age import StateAges
+from rdzv.backends.etcd_age import MARK, document_of, foreign, token_of
 from rdzv.backends.etcd_client import EtcdConnections, Refused, in_time, is_passing
 from rdzv.backends.etcd_follow import Follower
 from rdzv.backends.etcd_operations import digest, end_of, range_of, raw, whole_seconds
 from rdzv.backends.etcd_options import EtcdOptions
-from rdzv.errors import RendezvousConnectionError, RendezvousStateError
+from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
 
 WAIT_SLICE_SECONDS_MAX = 5.0
 """A longer wait looks in between, in case that a watch has died without a word."""
 TRIES_MAX = 8
 PAUSE_SECONDS = 0.1
-_MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<left_ms>\d{1,13})")
-_TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{_MARK.pattern.decode()})")
+_TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{MARK.pattern.decode()})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +72,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         base = self._etcd.base
         self._state, self._version, self._roster = base + b"s", base + b"v", base + b"r"
         self._nodes, self._labels, self._gone = base + b"n/", base + b"l/", base + b"g/"
-        self._ages = StateAges(self._etcd)
-        keys = self._state, self._version
-        self._follower = Follower(self._etcd, keys, self._told, self._version_token, self._ages)
+        self._follower = Follower(self._etcd)
         self._rows: dict[str, _Row] = {}
         """What this object has announced, or beaten for."""
         self._granted: dict[int, int] = {}
@@ -135,12 +132,13 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def _write_state(
         self, compare: list[Any], state: bytes, *, again: bool = False
     ) -> tuple[bytes, Token, bool] | None:
-        lease, left_ms = self._ages.clock()
+        ages = self._follower.ages
+        lease, left_ms = ages.clock(self._etcd)
         mark = f"{uuid.uuid4().hex} {lease} {left_ms}".encode()
         try:
             answer = self._put_state(compare, mark, state, lease)
         except RendezvousConnectionError as error:
-            self._ages.forget_clock()
+            ages.forget_clock()
             if isinstance(error.__cause__, Refused) and not again:
                 # Nothing was written: the clock's lease is gone, with all other data.
                 return self._write_state(compare, state, again=True)
@@ -153,7 +151,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             found = self._document(range_of(answer, 0))
             return None if found is None else (*found, False)
         written = f"{answer.header.revision}:{mark.decode()}"
-        self._ages.heard(written)
+        ages.heard(written)
         return state, written, True
 
     def _put_state(self, compare: list[Any], mark: bytes, state: bytes, lease: int) -> Any:
@@ -239,8 +237,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 continue  # a member that lags behind tells of what the look has seen already
             is_told = not isinstance(event, int) and event.type == event.PUT
             if is_told and event.kv.key == self._state:
-                found = self._told(event.kv)
-                self._ages.heard(found[1])
+                found = document_of(self._etcd, event.kv)
+                self._follower.ages.heard(found[1])
                 return True, found
             is_over, told, looked_at = self._compare(unchanged, revision)
             if is_over:
@@ -263,16 +261,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         ]
 
     def _document(self, found: Any) -> tuple[bytes, Token] | None:
-        return self._told(found.kvs[0]) if found.kvs else None
-
-    def _told(self, kv: Any) -> tuple[bytes, Token]:
-        mark, _, document = kv.value.partition(b"\n")
-        if not _MARK.fullmatch(mark):
-            raise self._foreign("a document")
-        return document, f"{kv.mod_revision}:{mark.decode()}"
-
-    def _version_token(self, kv: Any) -> str:
-        return f"{kv.mod_revision}:{kv.value.decode('ascii', 'replace')}"
+        return document_of(self._etcd, found.kvs[0]) if found.kvs else None
 
     # ---------------------------------------------------------------------------- the roster
 
@@ -424,18 +413,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         if listens:  # who waits, and does not run yet, hears of writes by its wait
             self._follower.listen()
         if version.kvs:
-            kv = version.kvs[0]
-            mark = _MARK.fullmatch(kv.value)
-            if mark is None:
-                raise self._foreign("a version")
-            token = self._version_token(kv)
-            age = self._ages.age_seconds(
-                token,
-                kv.mod_revision,
-                int(mark["lease"]),
-                int(mark["left_ms"]),
-                thoroughly=thoroughly,
-            )
+            token = token_of(version.kvs[0])
+            age = self._follower.ages.age_seconds(self._etcd, version.kvs[0], thoroughly=thoroughly)
         return Pulse(
             token=token,
             live=live.count,
@@ -458,7 +437,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def _entry(self, node_id: str, value: bytes) -> Entry:
         size, colon, rest = value.partition(b":")
         if not colon or not size.isdigit() or len(size) > 9 or int(size) > len(rest):
-            raise self._foreign("an entry")
+            raise foreign(self._etcd, "an entry")
         return Entry(node_id, rest[int(size) :], self._text(rest[: int(size)]))
 
     def _label_key(self, entry: Entry) -> bytes | None:
@@ -475,18 +454,12 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         try:
             return raw.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise self._foreign("a name") from None
+            raise foreign(self._etcd, "a name") from None
 
     def _restless(self, node_id: str) -> RendezvousConnectionError:
         return RendezvousConnectionError(
             f"etcd at {self.endpoint}: the entry of {node_id} changes all the time. See whether "
             "two processes use one node id."
-        )
-
-    def _foreign(self, what: str) -> RendezvousStateError:
-        return RendezvousStateError(
-            f"etcd at {self.endpoint} holds {what} that rdzv has not written below "
-            f"{self._etcd.base.decode()}: see who else writes there, or use another key_prefix."
         )
 
 

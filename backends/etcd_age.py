@@ -1,4 +1,4 @@
-"""How old a document is, on a server that shows nobody its clock.
+"""The mark before a document, and the age that it tells on a server that shows nobody its clock.
 
 Theory. etcd's only clock is that of its leases. So who writes documents has one, which is never
 kept alive, and notes in the document what it had left. What it has left later tells the age, to a
@@ -11,16 +11,42 @@ that was stopped and heard late.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 from rdzv.backends.etcd_client import EtcdConnections
+from rdzv.errors import RendezvousStateError
 
 TOKENS_REMEMBERED = 16
 HEARING_SECONDS_MAX = 0.1
 """So long a pulse waits for the watch to tell of a write that the pulse has seen."""
+CHECKING_SECONDS_MAX = 1.0
+MARK = re.compile(rb"(?P<write>[0-9a-f]{32}) (?P<lease>\d{1,19}) (?P<left_ms>\d{1,13})")
+
+
+def document_of(connections: EtcdConnections, kv: Any) -> tuple[bytes, str]:
+    """The document and its token of what is under its key. Raises ``RendezvousStateError``."""
+    mark, _, document = kv.value.partition(b"\n")
+    if not MARK.fullmatch(mark):
+        raise foreign(connections, "a document")
+    return document, f"{kv.mod_revision}:{mark.decode()}"
+
+
+def token_of(kv: Any) -> str:
+    """The token of the document whose mark this is."""
+    return f"{kv.mod_revision}:{kv.value.decode('ascii', 'replace')}"
+
+
+def foreign(connections: EtcdConnections, what: str) -> RendezvousStateError:
+    """The error about something that is not ours."""
+    return RendezvousStateError(
+        f"etcd at {connections.endpoint} holds {what} that rdzv has not written below "
+        f"{connections.base.decode()}: see who else writes there, or use another key_prefix."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +59,11 @@ class _Clock:
 
 
 class StateAges:
-    """When documents were written, by this process's monotonic clock."""
+    """When documents were written, by this process's monotonic clock: for all its nodes that are in
+    the same run."""
 
-    def __init__(self, connections: EtcdConnections) -> None:
-        self._etcd = connections
+    def __init__(self) -> None:
+        self._checking = threading.Lock()
         self._changed = threading.Condition()
         self._heard: OrderedDict[str, float] = OrderedDict()
         self._checked: OrderedDict[str, float] = OrderedDict()
@@ -56,17 +83,17 @@ class StateAges:
                 self._heard.popitem(last=False)
             self._changed.notify_all()
 
-    def clock(self) -> tuple[int, int]:
+    def clock(self, etcd: EtcdConnections) -> tuple[int, int]:
         """A lease of this process that nothing hangs on but a sign that it is there, and how many
         milliseconds it has left now. Raises ``RendezvousConnectionError``."""
         now = time.monotonic()
         with self._changed:
             clock = self._clock
-        is_ours = clock is not None and clock.term == self._etcd.term
+        is_ours = clock is not None and clock.term == etcd.term
         if clock is None or not is_ours or now - clock.granted_at > clock.seconds / 2:
-            lease, seconds = self._etcd.grant(self._etcd.options.lease_seconds)
+            lease, seconds = etcd.grant(etcd.options.lease_seconds)
             # From before the request: rather too much has passed than too little.
-            clock = _Clock(lease, seconds, now, self._etcd.term)
+            clock = _Clock(lease, seconds, now, etcd.term)
             with self._changed:
                 self._clock = clock
         return clock.lease, round((clock.seconds - (time.monotonic() - clock.granted_at)) * 1000)
@@ -76,12 +103,14 @@ class StateAges:
         with self._changed:
             self._clock = None
 
-    def age_seconds(
-        self, token: str, revision: int, lease: int, left_ms: int, *, thoroughly: bool
-    ) -> float:
-        """The age of the document, the newest now, of which the lease had so much left when it
-        was written. Only ``thoroughly`` corrects what was heard late; that costs a request for
-        each document. Raises ``RendezvousConnectionError``."""
+    def age_seconds(self, etcd: EtcdConnections, kv: Any, *, thoroughly: bool) -> float:
+        """The age of the document, the newest now, whose mark this is. Only ``thoroughly``
+        corrects what was heard late; that costs a request for each document. Raises
+        ``RendezvousConnectionError``, ``RendezvousStateError``."""
+        mark = MARK.fullmatch(kv.value)
+        if mark is None:
+            raise foreign(etcd, "a version")
+        token, revision = token_of(kv), kv.mod_revision
         with self._changed:
             if token not in self._heard and 0 < self._since_revision <= revision:
                 self._changed.wait_for(lambda: token in self._heard, HEARING_SECONDS_MAX)
@@ -90,19 +119,29 @@ class StateAges:
         if heard_at is not None and not thoroughly:
             return time.monotonic() - heard_at
         if checked_at is None:
-            checked_at = self._check(token, lease, left_ms)
+            checked_at = self._check(etcd, token, int(mark["lease"]), int(mark["left_ms"]))
         if heard_at is None:
             # To the second, and rather too old: a closed run is not held up.
             return max(0.0, time.monotonic() - checked_at)
         # What is certain, even if it was heard late.
         return time.monotonic() - min(heard_at, checked_at + 1.0)
 
-    def _check(self, token: str, lease: int, left_ms: int) -> float:
+    def _check(self, etcd: EtcdConnections, token: str, lease: int, left_ms: int) -> float:
         """Since when the document is there at most, by its lease, which is rounded down."""
-        left = max(0, self._etcd.seconds_left(lease))
-        checked_at = time.monotonic() - (left_ms / 1000 - left)
-        with self._changed:
-            self._checked[token] = checked_at
-            while len(self._checked) > TOKENS_REMEMBERED:
-                self._checked.popitem(last=False)
-        return checked_at
+        # One asks for all; unless it takes long, as each has its own time.
+        is_alone = self._checking.acquire(timeout=CHECKING_SECONDS_MAX)
+        try:
+            with self._changed:
+                checked_at = self._checked.get(token)
+            if checked_at is not None:
+                return checked_at
+            left = max(0, etcd.seconds_left(lease))
+            checked_at = time.monotonic() - (left_ms / 1000 - left)
+            with self._changed:
+                self._checked[token] = checked_at
+                while len(self._checked) > TOKENS_REMEMBERED:
+                    self._checked.popitem(last=False)
+            return checked_at
+        finally:
+            if is_alone:
+                self._checking.release()

@@ -1,16 +1,20 @@
 """Channels to the members of an etcd cluster, and the calls on one of them.
 
-All streaming methods are called with one request, which needs no thread here.
+All of a process that name a cluster by the same words and options share its channels: a node's
+store and its watch, and other nodes. All streaming methods are called with one request, which
+needs no thread here.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.experimental  # type: ignore[import-untyped]
@@ -19,7 +23,7 @@ from rdzv.backends.etcd_options import Cluster, EtcdOptions
 
 PING_SECONDS, PING_ANSWER_SECONDS = 7.0, 3.0
 """etcd ends connections that ping it more often than every five seconds."""
-CALLS_MAX = 8
+CALLS_MAX = 16
 TURN_SECONDS_MAX = 1.0
 METHODS = {
     "Range": ("KV", "RangeRequest", "RangeResponse"),
@@ -42,32 +46,24 @@ class _Gate:
         )  # places may be taken by threads that are gone
 
     def renew(self) -> None:
-        self.places = threading.BoundedSemaphore(CALLS_MAX)
+        # Not a semaphore, which is Python's: hundreds of threads would spend more on it than on
+        # calls.
+        self.places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(CALLS_MAX):
+            self.places.put(None)
 
 
 _gate = _Gate()
 
 
-@contextmanager
-def _turn(seconds: float) -> Iterator[float]:
-    """One's turn to call, and how many of these seconds are left for it.
-
-    A thread that waits for an answer in gRPC takes Python's lock five times a second, so hundreds
-    of nodes in one process would do little else. Calls to a server that hangs keep nobody long."""
-    places, started = _gate.places, time.monotonic()
-    is_ours = places.acquire(timeout=min(seconds / 2, TURN_SECONDS_MAX))
-    try:
-        yield max(seconds - (time.monotonic() - started), 0.001)
-    finally:
-        if is_ours:
-            places.release()
-
-
 class Link:
-    """A channel to one member, and the calls on it."""
+    """A channel to one member, and the calls on it. ``links`` are those that it belongs to: None
+    where it is a user's."""
 
-    def __init__(self, channel: Any, messages: Any, number: int, *, is_ours: bool = True) -> None:
-        self.channel, self.number, self._is_ours = channel, number, is_ours
+    def __init__(
+        self, channel: Any, messages: Any, number: int, links: Links | None = None
+    ) -> None:
+        self.channel, self.number, self.links = channel, number, links
         self.running: set[object] = set()
         """Calls and streams that have not ended. No lock: a garbage collection may end a watch."""
         self._calls = {}
@@ -80,13 +76,23 @@ class Link:
             )
 
     def call(self, method: str, request: Any, seconds: float, metadata: Any) -> Any:
-        """Raises ``grpc.RpcError``, and ``ValueError`` where the channel was closed before."""
-        call = object()
+        """Raises ``grpc.RpcError``, and ``ValueError`` where the channel was closed before.
+
+        Waits for its turn first: a thread that waits for an answer in gRPC takes Python's lock
+        five times a second, so hundreds of nodes in one process would do little else. Calls to a
+        server that hangs keep nobody long.
+        """
+        call, places, started, is_ours = object(), _gate.places, time.monotonic(), False
         self.running.add(call)
         try:
-            with _turn(seconds) as left:
-                return self._calls[method](request, timeout=left, metadata=metadata)
+            with suppress(queue.Empty):
+                places.get(timeout=min(seconds / 2, TURN_SECONDS_MAX))
+                is_ours = True
+            left = max(seconds - (time.monotonic() - started), 0.001)
+            return self._calls[method](request, timeout=left, metadata=metadata)
         finally:
+            if is_ours:
+                places.put(None)
             self.running.discard(call)
 
     def stream(self, method: str, request: Any, seconds: float, metadata: Any) -> Any:
@@ -101,8 +107,108 @@ class Link:
         stream.cancel()
 
     def close(self) -> None:
-        if self._is_ours:
+        if self.links is not None:
             self.channel.close()
+
+
+class Links:
+    """The channels to a cluster, the member that is asked now, and the token of whoever asks.
+
+    After a call that nothing answered, its channel is left, for its connection may be dead without
+    knowing it. It is closed once nobody else waits on it: one who is in a hurry must not end the
+    calls of those who are not.
+    """
+
+    def __init__(self, cluster: Cluster, options: EtcdOptions, messages: Any) -> None:
+        self._cluster, self._options, self._messages = cluster, options, messages
+        self._lock = threading.Lock()
+        self.links: dict[int, Link] = {}
+        self.silent: list[Link] = []
+        """Those on which a call was not answered, kept for others that still wait on them."""
+        self.current = 0
+        self.token: str | None = None
+        self.users = 0
+
+    def link(self) -> Link:
+        """To the member that is asked now."""
+        with self._lock:
+            if self.silent:
+                self._close_unused()
+            link = self.links.get(self.current)
+            if link is None:
+                channel = channel_to(self._cluster, self.current, self._options)
+                link = self.links[self.current] = Link(channel, self._messages, self.current, self)
+            return link
+
+    def failed(self, link: Link, *, is_silent: bool) -> None:
+        """Ask the next member from now on; and leave a connection on which nothing is heard."""
+        with self._lock:
+            is_current = self.links.get(link.number) is link
+            if is_current and self.current == link.number:
+                self.current = (self.current + 1) % len(self._cluster.members)
+            if is_current and is_silent:
+                self.silent.append(self.links.pop(link.number))
+
+    def close(self) -> None:
+        """Never raises."""
+        with self._lock:
+            links, self.links = [*self.links.values(), *self.silent], {}
+            self.silent = []
+        for link in links:
+            with suppress(Exception):
+                link.close()
+
+    def _close_unused(self) -> None:
+        unused = [link for link in self.silent if not link.running]
+        self.silent = [link for link in self.silent if link.running]
+        for link in unused:
+            link.close()
+
+
+class Shareable(Protocol):
+    """What several may have at once; the last to give it back closes it."""
+
+    users: int
+
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=Shareable)
+
+
+class Pool(Generic[T]):
+    """What is shared in this process. What nobody holds any more, though nobody has given it back,
+    is forgotten."""
+
+    def __init__(self) -> None:
+        self.renew()
+        os.register_at_fork(after_in_child=self.renew)  # threads and sockets are the parent's
+
+    def renew(self) -> None:
+        self._lock = threading.Lock()
+        self._shared: weakref.WeakValueDictionary[Any, T] = weakref.WeakValueDictionary()
+
+    def borrow(self, key: object, make: Callable[[], T]) -> T:
+        """What goes by that key, until it is given back."""
+        with self._lock:
+            thing = self._shared.get(key)
+            if thing is None:
+                thing = self._shared[key] = make()
+            thing.users += 1
+            return thing
+
+    def give_back(self, thing: T) -> None:
+        """Closes it if nobody else has it."""
+        with self._lock:
+            thing.users -= 1
+            if thing.users:
+                return
+            for key in [key for key, each in self._shared.items() if each is thing]:
+                del self._shared[key]
+        thing.close()
+
+
+links_pool: Pool[Links] = Pool()
 
 
 def channel_to(cluster: Cluster, number: int, options: EtcdOptions) -> Any:

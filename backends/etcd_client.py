@@ -9,15 +9,13 @@ Rules:
 * Every call has a deadline, its log-in and its repeats included; :func:`within` shortens it for
   all calls of somebody who has less time. A call is made again only if it reads, or if it was
   certainly not executed: the token was refused, or there was no connection to send it by.
-* After a call that nothing answered, its channel is left, for its connection may be dead without
-  knowing it, and the next member is asked. It is closed once nobody else waits on it: one who is
-  in a hurry must not end the calls of those who are not.
-* Channels are made at the first use, and anew after a fork and after :meth:`close`.
+* After a call that nothing answered, its channel is left and the next member is asked
+  (:class:`rdzv.backends.etcd_channel.Links`).
+* Channels are borrowed at the first use, and anew after a fork and after :meth:`close`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -30,7 +28,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 
-from rdzv.backends.etcd_channel import Link, channel_to
+from rdzv.backends.etcd_channel import Link, Links, links_pool
 from rdzv.backends.etcd_operations import EtcdOperations, messages_of
 from rdzv.backends.etcd_options import (
     NO_LEADER,
@@ -76,15 +74,21 @@ _ends_at: ContextVar[float | None] = ContextVar("_ends_at", default=None)
 """By ``time.monotonic()``: when whoever calls wants to have the answers to all that it asks."""
 
 
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
+class within:
     """Calls that are made inside end within these seconds, or ``REQUEST_SECONDS_MIN`` each."""
-    ends_at, until = time.monotonic() + seconds, _ends_at.get()
-    token = _ends_at.set(ends_at if until is None else min(until, ends_at))
-    try:
-        yield
-    finally:
-        _ends_at.reset(token)
+
+    __slots__ = ("_ends_at", "_token")
+
+    def __init__(self, seconds: float) -> None:
+        self._ends_at = time.monotonic() + seconds
+
+    def __enter__(self) -> None:
+        until = _ends_at.get()
+        ends_at = self._ends_at if until is None else min(until, self._ends_at)
+        self._token = _ends_at.set(ends_at)
+
+    def __exit__(self, *_: object) -> None:
+        _ends_at.reset(self._token)
 
 
 class Connected(Protocol):
@@ -119,22 +123,27 @@ class EtcdConnections(EtcdOperations):
     """
 
     def __init__(
-        self, endpoint: str, run_id: str, options: EtcdOptions, client: Any = None
+        self,
+        endpoint: str,
+        run_id: str,
+        options: EtcdOptions,
+        client: Any = None,
+        *,
+        cluster: Cluster | None = None,
     ) -> None:
         self.base = base_of(run_id, options)
         super().__init__(lease_of(self.base), messages_of(client))
         self.options = options
         self._secrets = (*secrets_in(endpoint), options.password)
         self.endpoint = mask_secrets(endpoint, *self._secrets)
-        self._cluster: Cluster = cluster_of(endpoint, options)
+        self._cluster: Cluster = cluster or cluster_of(endpoint, options)
         self._client = client
+        self._given = endpoint, run_id, options, client
+        self._when_closed: list[Callable[[], object]] = []
         self._lock = threading.Lock()
-        self._links: dict[int, Link] = {}
-        self._silent: list[Link] = []
-        """Those on which a call was not answered, kept for others that still wait on them."""
+        self._links: Links | None = None
+        """None where nothing was asked yet, or since :meth:`close`."""
         self._streams: set[Any] = set()  # without the lock: a garbage collection may end a watch
-        self._current = 0
-        self._token: str | None = None
         self._process = os.getpid()
         self._closings = 0
         self.term = 0
@@ -145,6 +154,23 @@ class EtcdConnections(EtcdOperations):
     def route(self) -> tuple[str, int]:
         """Host and port of the first member."""
         return self._cluster.members[0]
+
+    @property
+    def key(self) -> object:
+        """Equal for two that ask the same server for the same run, of which one can do it for
+        both."""
+        if self._client is not None:
+            return object()
+        return self._cluster, self.options, self.base
+
+    def twin(self) -> EtcdConnections:
+        """Others on the same channels, to be closed by themselves."""
+        # The cluster as it was read: its certificates may have been exchanged since.
+        return EtcdConnections(*self._given, cluster=self._cluster)
+
+    def when_closed(self, tell: Callable[[], object]) -> None:
+        """Call this after every :meth:`close`."""
+        self._when_closed.append(tell)
 
     @property
     def closings(self) -> int:
@@ -159,17 +185,18 @@ class EtcdConnections(EtcdOperations):
             )
 
     def close(self) -> None:
-        """Give up all channels and streams, also those that somebody waits on. Never raises."""
+        """Give up all streams, also those that somebody waits on, and the channels, which others
+        may go on with; in a forked child, nothing but to forget them. Never raises."""
         with self._lock:
-            links, self._links = [*self._links.values(), *self._silent], {}
-            self._silent = []
+            self._leave_after_fork()
+            links, self._links = self._links, None
             self._closings += 1
-            self._token = None
-        for stream in list(self._streams):  # those on a channel of the user's would go on
+        for stream in list(self._streams):
             stream.cancel()
-        for link in links:
-            with contextlib.suppress(Exception):
-                link.close()
+        if links is not None:
+            links_pool.give_back(links)
+        for tell in self._when_closed:
+            tell()
 
     # ------------------------------------------------------------------------- what is asked
 
@@ -248,7 +275,7 @@ class EtcdConnections(EtcdOperations):
             self.check_open(closings)
             for response in stream:
                 if response.canceled:
-                    self._watch_was_refused(response.cancel_reason)
+                    self._watch_was_refused(link, response.cancel_reason)
                     return
                 is_there = True
                 if response.created and response.header.revision >= revision:
@@ -330,7 +357,8 @@ class EtcdConnections(EtcdOperations):
             except grpc.RpcError as error:
                 details = str(error.details())
                 if not logged_in and any(text in details for text in TOKEN_REFUSED):
-                    self._token, logged_in = None, True
+                    self._forget_token(link)
+                    logged_in = True
                     continue
                 if LEASE_MISSING in details or "lease already exists" in details:
                     raise Refused(details) from error
@@ -376,7 +404,7 @@ class EtcdConnections(EtcdOperations):
             return tuple(getattr(self._client, "metadata", None) or ())
         if self._cluster.user is None:
             return ()
-        token = self._token
+        token = None if link.links is None else link.links.token
         if token is None:
             request = self.messages.AuthenticateRequest(
                 name=self._cluster.user, password=self._cluster.password
@@ -388,51 +416,46 @@ class EtcdConnections(EtcdOperations):
                 if NO_AUTHENTICATION not in str(error.details()):
                     raise
                 token = ""
-            self._token = token
+            if link.links is not None:
+                link.links.token = token
         return (("token", token),) if token else ()
 
     def _link(self, closings: int | None = None) -> Link:
         with self._lock:
             self.check_open(closings)
-            if self._process != os.getpid():  # its threads and sockets are the parent's
-                self._process, self._links, self._token = os.getpid(), {}, None
-                self._streams, self._silent = set(), []
+            self._leave_after_fork()
             if self._client is not None:
                 try:
-                    return Link(self._client.channel, self.messages, 0, is_ours=False)
+                    return Link(self._client.channel, self.messages, 0)
                 except Exception as error:
                     self._raise(error)
-            if self._silent:
-                self._close_unused()
-            link = self._links.get(self._current)
-            if link is None:
-                channel = channel_to(self._cluster, self._current, self.options)
-                link = self._links[self._current] = Link(channel, self.messages, self._current)
-            return link
+            if self._links is None:
+                cluster, options, messages = self._cluster, self.options, self.messages
+                self._links = links_pool.borrow(
+                    (cluster, options), lambda: Links(cluster, options, messages)
+                )
+            return self._links.link()
+
+    def _leave_after_fork(self) -> None:
+        if self._process != os.getpid():  # threads and sockets are the parent's
+            self._process, self._links, self._streams = os.getpid(), None, set()
 
     def _failed(self, link: Link, error: Any) -> None:
-        """Ask the next member from now on; and leave a connection on which nothing is heard."""
-        if not _may_pass(error):
-            return
-        is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        with self._lock:
-            is_current = self._links.get(link.number) is link
-            if is_current and self._current == link.number:
-                self._current = (self._current + 1) % len(self._cluster.members)
-            if is_current and is_silent:
-                self._silent.append(self._links.pop(link.number))
+        """Ask another member next, if this one may be the reason."""
+        if link.links is not None and _may_pass(error):
+            is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            link.links.failed(link, is_silent=is_silent)
 
-    def _close_unused(self) -> None:
-        unused = [link for link in self._silent if not link.running]
-        self._silent = [link for link in self._silent if link.running]
-        for link in unused:
-            link.close()
+    @staticmethod
+    def _forget_token(link: Link) -> None:
+        if link.links is not None:
+            link.links.token = None
 
-    def _watch_was_refused(self, reason: str) -> None:
+    def _watch_was_refused(self, link: Link, reason: str) -> None:
         if not reason or COMPACTED in reason:
             return
         if any(text in reason for text in TOKEN_REFUSED):
-            self._token = None
+            self._forget_token(link)
             return
         self._raise(Refused(reason))
 

@@ -1,4 +1,5 @@
-"""One watch of a run's document for all who wait for a change of it, or want to know its age.
+"""One watch of a run's document for all of a process who wait for a change of it, or want to know
+its age.
 
 Theory. A watch and a look are made once, and then the server tells of every write. So a node that
 waits again and again, as it does while a round forms, asks for nothing. The look comes after the
@@ -20,7 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rdzv.backends.etcd_age import StateAges
+from rdzv.backends.etcd_age import StateAges, document_of, token_of
+from rdzv.backends.etcd_channel import Pool
 from rdzv.backends.etcd_client import WATCH_SECONDS_MAX, EtcdConnections
 from rdzv.backends.etcd_operations import range_of
 from rdzv.errors import RendezvousError
@@ -53,33 +55,26 @@ class News:
         return self.token != token and (self.revision > revision or self.looked_at >= since)
 
 
-class Follower:
-    """Watches by a thread, from the first call until the connections are closed.
+class DocumentWatch:
+    """Watches by a thread, from the first call until it is closed; it closes the connections."""
 
-    ``told`` makes document and token of a pair of the document's key, ``token_of`` the token of
-    one of the mark's.
-    """
-
-    def __init__(
-        self,
-        connections: EtcdConnections,
-        keys: tuple[bytes, bytes],
-        told: Callable[[Any], Found],
-        token_of: Callable[[Any], str],
-        ages: StateAges,
-    ) -> None:
-        self._etcd, self._told, self._token_of, self._ages = connections, told, token_of, ages
-        self._document, self._mark = keys
+    def __init__(self, connections: EtcdConnections) -> None:
+        self.users = 0
+        self.ages = StateAges()
+        self._etcd = connections
+        self._document, self._mark = connections.base + b"s", connections.base + b"v"
         self._changed = threading.Condition()
         self._news: News | None = None
         self._failures = 0
         self._waiting_until = 0.0
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
+        self._is_closed = False
 
-    def wait(self, token: str | None, revision: int, seconds: float, closings: int) -> News | None:
+    def wait(
+        self, token: str | None, revision: int, seconds: float, is_left: Callable[[], bool]
+    ) -> News | None:
         """The news, as soon as there are any to who knows that token; None after these seconds,
-        or where the watch has failed: then look. ``closings``: of when the wait began."""
+        or where the watch has failed or this waiter has left: then look."""
         since = time.monotonic()
         with self._changed:
             self._waiting_until = max(self._waiting_until, since + seconds)
@@ -87,7 +82,7 @@ class Follower:
             failures = self._failures
 
             def is_over() -> bool:
-                failed = self._failures != failures or self._etcd.closings != closings
+                failed = self._failures != failures or is_left()
                 return failed or self._known(token, revision, since) is not None
 
             self._changed.wait_for(is_over, seconds)
@@ -98,14 +93,23 @@ class Follower:
         with self._changed:
             self._start()
 
+    def look_who_left(self) -> None:
+        """One of those who wait may have left."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread. Never raises."""
+        with self._changed:
+            self._is_closed = True
+        self._etcd.close()
+
     def _known(self, token: str | None, revision: int, since: float) -> News | None:
         news = self._news
         return news if news is not None and news.is_new_to(token, revision, since) else None
 
     def _start(self) -> None:
-        is_there = self._thread is not None and self._process == os.getpid()
-        if not is_there:
-            self._process, self._news = os.getpid(), None
+        if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(
                 target=self._run, args=(self._etcd.closings,), name="rdzv-etcd-watch", daemon=True
             )
@@ -147,7 +151,7 @@ class Follower:
                 looked = int(answer.header.revision)
                 kvs = range_of(answer, 0).kvs
                 self._saw(kvs[0] if kvs else None, looked, tells_documents, asked_at)
-                self._ages.hears_from(looked + 1)
+                self.ages.hears_from(looked + 1)
             elif event.kv.mod_revision > looked:
                 is_put = event.type == event.PUT
                 kv = event.kv if is_put else None
@@ -159,8 +163,8 @@ class Follower:
         if kv is not None:
             revision = kv.mod_revision
             if tells_documents:
-                found = self._told(kv)
-            token = found[1] if found else self._token_of(kv)
+                found = document_of(self._etcd, kv)
+            token = found[1] if found else token_of(kv)
         with self._changed:
             before = self._news
             self._news = News(revision, token, found, looked_at)
@@ -168,12 +172,65 @@ class Follower:
         # A renewed watch has missed a moment at most; of an older document nobody knows.
         is_recent = not looked_at or (before is not None and before.revision < revision)
         if token is not None and is_recent:
-            self._ages.heard(token)
+            self.ages.heard(token)
 
     def _lost(self) -> None:
         # What is written from here on would be heard late: the lease tells better.
-        self._ages.hears_from(0)
+        self.ages.hears_from(0)
         with self._changed:
             self._news = None
             self._failures += 1
             self._changed.notify_all()
+
+
+_watches: Pool[DocumentWatch] = Pool()
+
+
+class Follower:
+    """One node's share in the watch of its run, from the first call on until ``connections`` are
+    closed, and anew then."""
+
+    def __init__(self, connections: EtcdConnections) -> None:
+        self._etcd = connections
+        self._lock = threading.Lock()
+        self._held: DocumentWatch | None = None
+        self._process = os.getpid()
+        connections.when_closed(self._leave)
+
+    @property
+    def ages(self) -> StateAges:
+        """What is known of when documents were written."""
+        return self._watch(None).ages
+
+    def wait(self, token: str | None, revision: int, seconds: float, closings: int) -> News | None:
+        """The news, as soon as there are any to who knows that token; None after these seconds,
+        or where the watch has failed: then look. ``closings``: of when the wait began. Raises
+        ``RendezvousConnectionError`` if it was closed since."""
+        watch = self._watch(closings)
+        return watch.wait(token, revision, seconds, lambda: self._etcd.closings != closings)
+
+    def listen(self) -> None:
+        """Hear of writes from now on, if that is not so already."""
+        self._watch(None).listen()
+
+    def _watch(self, closings: int | None) -> DocumentWatch:
+        with self._lock:
+            self._etcd.check_open(closings)
+            self._leave_after_fork()
+            if self._held is None:
+                self._held = _watches.borrow(
+                    self._etcd.key, lambda: DocumentWatch(self._etcd.twin())
+                )
+            return self._held
+
+    def _leave_after_fork(self) -> None:
+        if self._process != os.getpid():  # the thread is the parent's, and perhaps a lock
+            self._process, self._held = os.getpid(), None
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._leave_after_fork()
+            held, self._held = self._held, None
+        if held is not None:
+            held.look_who_left()
+            _watches.give_back(held)

@@ -40,6 +40,12 @@ SHORT_LIFE = EtcdOptions(outage_timeout_seconds=2.0, closed_grace_seconds=0.4)
 EXPIRY_SECONDS_MAX = 20.0
 
 
+def by_itself(number: int) -> EtcdOptions:
+    """What lets a node share nothing with others of this process, as if it were in one of its
+    own."""
+    return EtcdOptions(read_timeout_seconds=60.0 + number)
+
+
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Any:
     return server_or_not_run(request, "etcd")
@@ -137,7 +143,9 @@ def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
         for number in range(nodes - 8):
             backend.announce(Entry(f"node{number}", b"", "round"), TTL_SECONDS, Question())
         newcomers = {
-            f"new{number}": opened(EtcdRendezvousBackend(server.endpoint(), f"{nodes} nodes"))
+            f"new{number}": opened(
+                EtcdRendezvousBackend(server.endpoint(), f"{nodes} nodes", by_itself(1 + number))
+            )
             for number in range(8)
         }
         before = handled(server)
@@ -146,7 +154,7 @@ def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
         joined = handled(server)
         for name, node in newcomers.items():
             node.beat(name, TTL_SECONDS, Question("node0", "round"))
-        ages = [node._ages for node in newcomers.values()]
+        ages = [node._follower.ages for node in newcomers.values()]
         until(partial(_all_heard, ages))
         ran = handled(server)
         for name, node in newcomers.items():
@@ -174,6 +182,30 @@ def test_who_waits_again_and_again_asks_for_nothing(server: Any, opened: Any) ->
         token = found[1]
     asked = difference(before, handled(server))
     assert asked == {"Watch": 1, "Txn": 1 + 4}, "one watch, one look, and what was written"
+
+
+def test_nodes_of_one_process_share_a_connection_and_a_watch(server: Any, opened: Any) -> None:
+    threads = set(threading.enumerate())
+    nodes = [opened(EtcdRendezvousBackend(server.endpoint(), "shared")) for _ in range(4)]
+    _, token, _ = nodes[0].set_state(b"0")
+    assert [node.get_state() for node in nodes] == [(b"0", token)] * 4
+    assert len({id(node._etcd._links) for node in nodes}) == 1
+    before = handled(server)
+    waits = [Background(partial(node.wait_for_change, token, TTL_SECONDS)) for node in nodes]
+    for wait in waits:
+        wait.still_blocked()
+    assert difference(before, handled(server)) == {"Watch": 1, "Txn": 1}
+    nodes[0].close()
+    with pytest.raises(RendezvousConnectionError, match="close"):
+        waits[0].result()
+    found = nodes[1].set_state(b"1", token)[:2]
+    assert [wait.result() for wait in waits[1:]] == [found] * 3, "one that was closed ended others"
+    again = Background(partial(nodes[0].wait_for_change, found[1], TTL_SECONDS)).still_blocked()
+    last = nodes[1].set_state(b"2", found[1])[:2]
+    assert again.result() == last, "it opens anew"
+    for node in nodes:
+        node.close()
+    until(lambda: set(threading.enumerate()) <= threads)
 
 
 def handled(server: Any) -> dict[str, float]:
@@ -344,13 +376,16 @@ def test_a_client_that_the_user_brings_is_used_and_left_open(server: Any, raw: A
 
 
 def test_ages_agree_between_nodes_that_beat(server: Any, opened: Any) -> None:
-    nodes = [opened(EtcdRendezvousBackend(server.endpoint(), "ages")) for _ in range(4)]
+    nodes = [
+        opened(EtcdRendezvousBackend(server.endpoint(), "ages", by_itself(number)))
+        for number in range(4)
+    ]
     for number, node in enumerate(nodes):
         node.announce(Entry(f"node{number}", b""), TTL_SECONDS, Question())
         node.beat(f"node{number}", TTL_SECONDS, Question())
     token, spreads = None, []
     for _ in range(9):
-        until(lambda: all(node._ages._since_revision for node in nodes))
+        until(lambda: _all_heard([node._follower.ages for node in nodes]))
         token = nodes[0].set_state(b"x", token)[1]
         written_at = []
         for number, node in enumerate(nodes):
@@ -366,7 +401,7 @@ def test_a_node_that_has_not_heard_knows_the_age_by_the_lease(server: Any, opene
     writer = opened(EtcdRendezvousBackend(server.endpoint(), "old document"))
     writer.set_state(b"x")
     threading.Event().wait(2.2)
-    stranger = opened(EtcdRendezvousBackend(server.endpoint(), "old document"))
+    stranger = opened(EtcdRendezvousBackend(server.endpoint(), "old document", by_itself(1)))
     age = stranger.beat("nobody", TTL_SECONDS, Question()).state_age_seconds
     assert 1.0 <= age <= 10.0
 

@@ -88,16 +88,44 @@ def test_a_forked_process_has_slots_of_its_own(server: Any) -> None:
     subprocess.run(command, timeout=60, check=True)
 
 
+def test_a_forked_process_that_closes_ends_nothing_of_its_parents(server: Any) -> None:
+    program = (
+        "import os, sys, threading\n"
+        "from rdzv.backends.etcd import EtcdRendezvousBackend\n"
+        "backend = EtcdRendezvousBackend(sys.argv[1], 'forked and closed')\n"
+        "token, found = backend.set_state(b'1')[1], []\n"
+        "def wait():\n"
+        "    found.append(backend.wait_for_change(token, 60.0))\n"
+        "waiting = threading.Thread(target=wait)\n"
+        "waiting.start()\n"
+        "while not backend._follower.ages._since_revision:\n"
+        "    threading.Event().wait(0.02)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    backend.close()\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert waiting.is_alive()\n"
+        "written = backend.set_state(b'2', token)\n"
+        "waiting.join()\n"
+        "assert found == [written[:2]]\n"
+        "backend.close()\n"
+    )
+    command = [sys.executable, "-c", program, server.endpoint()]
+    subprocess.run(command, timeout=60, check=True)
+
+
 def test_a_member_that_lags_behind_tells_no_document_of_before(server: Any, opened: Any) -> None:
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "lagging"))
     _, first, _ = backend.set_state(b"1")
     _, token, _ = backend.set_state(b"2", first)
-    lagging_at, watch = int(first.partition(":")[0]), backend._etcd.watch
+    connections = backend._follower._watch(None)._etcd
+    lagging_at, watch = int(first.partition(":")[0]), connections.watch
 
     def watch_of_one_that_lags(key: bytes, end: Any, _: int, *rest: Any, **more: Any) -> Any:
         return watch(key, end, lagging_at, *rest, **more)
 
-    backend._etcd.watch = watch_of_one_that_lags
+    connections.watch = watch_of_one_that_lags
     assert backend.wait_for_change(token, 1.0) is None
     waiting = Background(lambda: backend.wait_for_change(token, TTL_SECONDS)).still_blocked()
     found = backend.set_state(b"3", token)[:2]
@@ -112,7 +140,7 @@ def test_closing_ends_the_watch_on_a_channel_of_the_users(server: Any) -> None:
         threads = set(threading.enumerate())
         backend.announce(Entry("node", b""), TTL_SECONDS, Question())
         backend.beat("node", TTL_SECONDS, Question())
-        until(lambda: backend._ages._since_revision)
+        until(lambda: backend._follower.ages._since_revision)
         backend.close()
         until(lambda: set(threading.enumerate()) <= threads)
 
@@ -121,7 +149,8 @@ def test_a_watch_that_ends_by_its_deadline_is_no_failure(server: Any, opened: An
     etcd = opened(EtcdRendezvousBackend(f"{server.endpoint()};127.0.0.1:1", "over"))._etcd
     for _ in range(8):  # it is the server or the client that ends it
         list(etcd.watch(b"rdzv/", None, 0, 0.5, puts=True))
-    assert etcd._current == 0, "the next member was asked"
+    assert etcd._links is not None
+    assert etcd._links.current == 0, "the next member was asked"
 
 
 def test_a_watch_that_ends_by_its_deadline_is_renewed_without_a_pause(
@@ -130,13 +159,14 @@ def test_a_watch_that_ends_by_its_deadline_is_renewed_without_a_pause(
     monkeypatch.setattr(etcd_follow, "WATCH_SECONDS_MAX", 1.0)
     monkeypatch.setattr(etcd_follow, "PAUSE_SECONDS_FIRST", 1000.0)
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "renewed"))
-    watch, begun = backend._etcd.watch, []
+    connections = backend._follower._watch(None)._etcd
+    watch, begun = connections.watch, []
 
     def counted(*arguments: Any, **more: Any) -> Any:
         begun.append(arguments)
         return watch(*arguments, **more)
 
-    backend._etcd.watch = counted
+    connections.watch = counted
     backend.beat("node", TTL_SECONDS, Question())
     until(lambda: len(begun) >= 3)
 
@@ -182,15 +212,15 @@ def test_one_who_is_in_a_hurry_ends_nobody_elses_call(tmp_path: Path, opened: An
         etcd = backend._etcd
         process.pause()
         patient = Background(partial(backend.set_state, b"2", token))
-        (link,) = etcd._links.values()
+        (link,) = etcd._links.links.values()
         until(lambda: link.running)
         with within(0.0), pytest.raises(RendezvousConnectionError, match="DEADLINE_EXCEEDED"):
             etcd.read(etcd.get(b"x"))
         process.resume()
         assert patient.result()[2], "a write of somebody else was given up"
-        assert etcd._links == {}, "a new call would ask where nothing was heard"
+        assert etcd._links.links == {}, "a new call would ask where nothing was heard"
         backend.get_state()
-        assert etcd._silent == []
+        assert etcd._links.silent == []
 
 
 def test_calls_that_hang_do_not_keep_those_to_another_server(
@@ -201,7 +231,7 @@ def test_calls_that_hang_do_not_keep_those_to_another_server(
         hanging.set_state(b"1")
         other = opened(EtcdRendezvousBackend(server.endpoint(), "run"))
         other.set_state(b"1")
-        (link,) = hanging._etcd._links.values()
+        (link,) = hanging._etcd._links.links.values()
         process.pause()
         for _ in range(2 * CALLS_MAX):
             Background(hanging.get_state)
