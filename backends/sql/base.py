@@ -12,13 +12,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousError
+
+Language = Literal["postgresql", "mysql"]
 
 PATIENCE_SECONDS = 2.0
 """Who waits again so soon is still waiting for the same."""
@@ -150,8 +152,9 @@ class Dialect(ABC):
     """Whether a statement can pass by rows that others have locked."""
     can_share: bool = False
     """Whether a connection is dear enough for a backend and its store to share what they have."""
-    can_send: bool = False
-    """Whether :meth:`send` works, and what :mod:`rdzv.backends.sql.at_once` says is understood."""
+    sends_as: Language | None = None
+    """In what language :mod:`rdzv.backends.sql.at_once` is to speak to :meth:`send`; None where
+    that does not work."""
     roster_pace: Pace | None = None
     """How often a wait for the roster looks by itself, where not every change wakes it."""
     keys_per_statement_max: int = 500
@@ -193,7 +196,8 @@ class Dialect(ABC):
         seconds: float,
     ) -> list[Answer]:
         """The answers to a transaction of ``written``, and to what is ``read`` after it, all in
-        one message. Only for what may be repeated."""
+        one message. Only for what may be repeated; with nothing written there is no
+        transaction."""
         raise NotImplementedError
 
     @abstractmethod

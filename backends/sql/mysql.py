@@ -4,20 +4,22 @@
 * A session reads what is committed (its default shows a transaction one moment for ever), gives up
   a lock as soon as a request gives up its answer, and is ended by the server when its client has
   gone silent.
+* PyMySQL sends several statements as one message where it is asked to, other drivers do not.
 * An ``UPDATE`` counts the rows that it found, changed or not, as SQLAlchemy asks of all drivers.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 
-from rdzv.backends.sql.base import ChangeSignal, Pace, Polling
+from rdzv.backends.sql.base import Answer, ChangeSignal, Pace, Polling
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.server import (
     OVERCROWDED,
@@ -32,6 +34,8 @@ PACE = Pace(0.01, 0.5, 0.1)
 SILENT_SECONDS = 5
 """So much longer than a request the server bears a client that says nothing."""
 LOCK_OF_THE_MAKERS = "rdzv"
+CLOSED = frozenset({2006, 2013, 4031})
+"""Codes that say that the connection is no more."""
 DEADLINE = "deadline"
 """Of what is done on a connection, by ``time.monotonic()``, among what SQLAlchemy keeps with it."""
 TIMEOUTS = {
@@ -79,10 +83,20 @@ class MysqlDialect(ServerDialect):
                 f"PyMySQL, or mysql+ and one of {', '.join(TIMEOUTS)}"
             )
         super().__init__(url, options)
+        if self._driver_name == "pymysql":
+            self.sends_as = "mysql"
+            self._connect = _pymysql_class(self._driver)
 
     def connect(self) -> Any:
         positional, named = self._arguments
         limits = dict.fromkeys(TIMEOUTS[self._driver_name], self.whole_request_seconds)
+        settings = (
+            "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
+            f"SET SESSION innodb_lock_wait_timeout = {self.whole_request_seconds}, "
+            f"wait_timeout = {self.whole_request_seconds + SILENT_SECONDS}",
+        )
+        if self.sends_as is not None:
+            return self._connect_by_pymysql({**named, **limits}, "; ".join(settings))
         connection = self._driver.connect(*positional, **{**named, **limits})
         try:
             # A property with some drivers, a method with others.
@@ -91,11 +105,20 @@ class MysqlDialect(ServerDialect):
             else:
                 connection.autocommit = True
             with closing(connection.cursor()) as cursor:
-                cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-                cursor.execute(
-                    f"SET SESSION innodb_lock_wait_timeout = {self.whole_request_seconds}, "
-                    f"wait_timeout = {self.whole_request_seconds + SILENT_SECONDS}"
-                )
+                for setting in settings:
+                    cursor.execute(setting)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect_by_pymysql(self, named: dict[str, Any], settings: str) -> Any:
+        """With few messages: a beat connects anew."""
+        flags = int(named.get("client_flag", 0)) | self._driver.constants.CLIENT.MULTI_STATEMENTS
+        connection = self._connect(**{**named, "client_flag": flags, "autocommit": True})
+        try:
+            with closing(connection.cursor()) as cursor:
+                cursor.execute(settings)
         except BaseException:
             connection.close()
             raise
@@ -146,11 +169,44 @@ class MysqlDialect(ServerDialect):
             with closing(driver.cursor()) as cursor:
                 cursor.execute("START TRANSACTION")
         except self.driver_error as error:
-            if time.monotonic() < deadline and self.code(error) in (2006, 2013, 4031):
+            if time.monotonic() < deadline and self.code(error) in CLOSED:
                 # It had been closed while it was idle; to begin changes nothing.
                 connection.invalidate()
                 raise _StaleConnection(str(error)) from error
             raise
+
+    def send(
+        self,
+        connection: sa.Connection,
+        written: Sequence[sa.Executable],
+        read: Sequence[sa.Executable],
+        values: dict[str, Any],
+        seconds: float,
+    ) -> list[Answer]:
+        self.begin(connection, False, seconds)
+        deadline = time.monotonic() + seconds
+        driver: Any = connection.connection.driver_connection
+        cursor = driver.cursor()
+        texts = [self.text(cursor, each, values) for each in (*written, *read)]
+        if written:
+            texts.insert(len(written), "COMMIT")
+            texts.insert(0, "START TRANSACTION")
+        answers: list[Answer] = []
+        try:
+            cursor.execute("; ".join(texts))
+            answers.append(Answer(cursor.rowcount, cursor.fetchall()))
+            for _ in texts[1:]:
+                _limit(connection)
+                cursor.nextset()
+                answers.append(Answer(cursor.rowcount, cursor.fetchall()))
+        except self.driver_error as error:
+            if time.monotonic() < deadline and self.code(error) in CLOSED:
+                connection.invalidate()
+                raise _StaleConnection(str(error)) from error
+            raise
+        if written:
+            del answers[len(written) + 1], answers[0]
+        return answers
 
     def signal(self) -> ChangeSignal:
         return Polling(PACE)
@@ -171,6 +227,21 @@ def _limit(connection: sa.Connection, *_: Any) -> None:
     if deadline is not None:
         driver: Any = connection.connection.driver_connection
         driver._read_timeout = driver._write_timeout = max(deadline - time.monotonic(), 0.001)
+
+
+@functools.cache
+def _pymysql_class(driver: Any) -> Any:
+    """PyMySQL's connection, but it does not ask the server to undo what was not begun."""
+
+    class Connection(driver.connections.Connection):  # type: ignore[misc]
+        def rollback(self) -> None:
+            # Each statement that ends well and has no rows tells; one that failed leaves it as it
+            # was, which at worst asks for nothing.
+            status = driver.constants.SERVER_STATUS
+            if self.server_status & status.SERVER_STATUS_IN_TRANS:
+                super().rollback()
+
+    return Connection
 
 
 class _StaleConnection(sa.exc.SQLAlchemyError):

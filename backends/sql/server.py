@@ -38,6 +38,7 @@ OVERCROWDED = "The server has no connection left: raise its limit, or put a pool
 READ_ONLY = "This server takes no writes: it may be a standby. The next call connects anew."
 UNREACHABLE = "Look whether the server runs and can be reached from here."
 
+_compiled: dict[Any, Any] = {}
 _engines: dict[tuple[sa.URL, float], sa.Engine] = {}
 _may_be_used: set[tuple[sa.URL, Tables]] = set()
 """Where all rights have been tried."""
@@ -69,8 +70,10 @@ class ServerDialect(Dialect):
         self.request_seconds = options.request_seconds
         self.open_seconds = max(options.read_timeout_seconds, options.request_seconds)
         try:
-            self._sqlalchemy: Any = url.get_dialect()()
-            self._driver: Any = url.get_dialect().import_dbapi()
+            dialect: Any = url.get_dialect()
+            self._sqlalchemy: Any = dialect()
+            self._by_name: Any = dialect(paramstyle="pyformat")
+            self._driver: Any = dialect.import_dbapi()
             self._arguments = self._sqlalchemy.create_connect_args(url)
         except sa.exc.NoSuchModuleError as error:
             raise RendezvousSettingsError(
@@ -121,6 +124,16 @@ class ServerDialect(Dialect):
     def engine_options(self) -> dict[str, Any]:
         """What :func:`sqlalchemy.create_engine` is told besides."""
         return {}
+
+    def text(self, cursor: Any, statement: Any, values: Mapping[str, Any]) -> str:
+        """The statement as it is sent, by a cursor that puts values in. For the few statements of
+        :meth:`send`: each is compiled once."""
+        key = (type(self), statement)
+        compiled = _compiled.get(key)
+        if compiled is None:
+            compiled = _compiled[key] = statement.compile(dialect=self._by_name)
+        given = {name: values.get(name, default) for name, default in compiled.params.items()}
+        return str(cursor.mogrify(compiled.string, given))
 
     def is_replaced(self) -> bool:
         return False
