@@ -57,6 +57,19 @@ class Pace:
         return min(max(self.first_seconds, waited_seconds * self.growth), self.last_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a wait knows of itself when it pauses."""
+
+    waited_seconds: float
+    least_seconds: float
+    """So long it does not look by itself."""
+
+    def seconds(self, pace: Pace) -> float:
+        """How long to pause, if nothing is told."""
+        return max(pace.seconds(self.waited_seconds), self.least_seconds)
+
+
 class Patience:
     """Since when something has been waited for, over several waits in a row."""
 
@@ -89,7 +102,7 @@ class ChangeSignal(ABC):
         mark: Any,
         topics: Sequence[str],
         seconds: float,
-        waited_seconds: float,
+        rest: Rest,
         is_over: Callable[[], bool],
     ) -> None:
         """Return when one of the topics may have changed since the mark, after ``seconds``, or
@@ -122,10 +135,10 @@ class Polling(ChangeSignal):
         mark: Any,
         topics: Sequence[str],
         seconds: float,
-        waited_seconds: float,
+        rest: Rest,
         is_over: Callable[[], bool],
     ) -> None:
-        time.sleep(max(0.0, min(seconds, self._pace.seconds(waited_seconds))))
+        time.sleep(max(0.0, min(seconds, rest.seconds(self._pace))))
 
     def close(self) -> None:
         """There is no connection."""

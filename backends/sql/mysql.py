@@ -28,7 +28,7 @@ from rdzv.backends.sql.server import (
     ServerDialect,
     masked,
 )
-from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
+from rdzv.errors import RendezvousSettingsError
 
 PACE = Pace(0.01, 0.5, 0.1)
 SILENT_SECONDS = 5
@@ -144,15 +144,13 @@ class MysqlDialect(ServerDialect):
         return super().is_transient(error) or isinstance(error, _StaleConnection)
 
     @contextmanager
-    def making(self, connection: sa.Connection, seconds: float) -> Iterator[None]:
+    def making(self, connection: sa.Connection, seconds: float) -> Iterator[bool]:
         # Each statement that makes a table is a transaction, so no transaction's lock will do.
-        question = sa.select(sa.func.get_lock(LOCK_OF_THE_MAKERS, max(0, int(seconds))))
-        if connection.scalar(question) != 1:
-            raise RendezvousConnectionError(
-                f"{self.endpoint}: another process is making the tables and does not end"
-            )
+        if connection.scalar(sa.select(sa.func.get_lock(LOCK_OF_THE_MAKERS, 0))) != 1:
+            yield False
+            return
         try:
-            yield
+            yield True
         finally:
             connection.rollback()
             connection.scalar(sa.select(sa.func.release_lock(LOCK_OF_THE_MAKERS)))
@@ -231,9 +229,20 @@ def _limit(connection: sa.Connection, *_: Any) -> None:
 
 @functools.cache
 def _pymysql_class(driver: Any) -> Any:
-    """PyMySQL's connection, but it does not ask the server to undo what was not begun."""
+    """PyMySQL's connection, but it does not ask the server to undo what was not begun, nor reads
+    all certificates of the machine for each connection that checks none."""
 
     class Connection(driver.connections.Connection):  # type: ignore[misc]
+        context_without_files: Any = None
+
+        def _create_ssl_ctx(self, files: Any) -> Any:
+            # Without any named, the server's certificate is not looked at.
+            if files:
+                return super()._create_ssl_ctx(files)
+            if Connection.context_without_files is None:
+                Connection.context_without_files = super()._create_ssl_ctx(files)
+            return Connection.context_without_files
+
         def rollback(self) -> None:
             # Each statement that ends well and has no rows tells; one that failed leaves it as it
             # was, which at worst asks for nothing.

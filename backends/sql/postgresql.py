@@ -154,11 +154,11 @@ class PostgresqlDialect(ServerDialect):
         return super().is_transient(error) or isinstance(error, StaleConnection)
 
     @contextmanager
-    def making(self, connection: sa.Connection, seconds: float) -> Iterator[None]:
+    def making(self, connection: sa.Connection, seconds: float) -> Iterator[bool]:
         self.begin(connection, True, seconds)
-        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(LOCK_OF_THE_MAKERS)))
+        question = sa.select(sa.func.pg_try_advisory_xact_lock(LOCK_OF_THE_MAKERS))
         try:
-            yield
+            yield bool(connection.scalar(question))
         finally:
             connection.rollback()
 
@@ -210,7 +210,7 @@ class PostgresqlDialect(ServerDialect):
                     return answers
 
     def signal(self) -> ChangeSignal:
-        pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.02, 2.0, 0.2)
+        pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.5, 2.0, 0.2)
         return Listener(self.code, self.request_seconds, pooled, crowded)
 
     def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:

@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -29,6 +31,8 @@ from rdzv.errors import (
 
 CONNECTIONS_MAX = 4
 IDLE_SECONDS = 1.0
+MAKERS_PAUSE_SECONDS = 0.1
+"""Who finds that another one makes the tables looks so often whether they are there."""
 MISSING_TABLE = "The tables were removed; the next call makes them anew."
 MISSING_RIGHT = "The role lacks a right: docs/sql.md lists what is needed."
 WRONG_PASSWORD = (
@@ -96,7 +100,8 @@ class ServerDialect(Dialect):
 
     @abstractmethod
     def making(self, connection: sa.Connection, seconds: float) -> Any:
-        """A context in which nobody else makes tables."""
+        """A context in which nobody else makes tables, or whose value says that another one
+        does."""
 
     def route(self) -> tuple[str, int] | None:
         host = self._url.host
@@ -148,7 +153,7 @@ class ServerDialect(Dialect):
                 if not self._is_made(connection, tables):
                     self._make(connection, tables, deadline)
                 self._check_rights(connection, tables, deadline)
-            except sa.exc.DBAPIError as error:
+            except (sa.exc.DBAPIError, self.driver_error) as error:
                 if self.code(error) in self.missing_right:
                     raise RendezvousSettingsError(
                         f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
@@ -181,15 +186,16 @@ class ServerDialect(Dialect):
                 f"what `{command}` prints, or check database, schema and prefix"
             )
         try:
-            with self.making(connection, deadline - time.monotonic()):
-                if self._is_made_by_now(connection, tables):
+            while not self._make_alone(connection, tables, deadline):
+                # Who waited for the lock would go on one by one, each over several exchanges.
+                pause = random.uniform(MAKERS_PAUSE_SECONDS / 2, MAKERS_PAUSE_SECONDS)
+                if time.monotonic() + pause > deadline:
+                    raise RendezvousConnectionError(
+                        f"{self.endpoint}: another process is making the tables and does not end"
+                    )
+                time.sleep(pause)
+                if self._is_made(connection, tables):
                     return
-                self.make_schema(connection)
-                tables.metadata.create_all(connection, checkfirst=True)
-                connection.execute(
-                    self.insert_if_absent(tables.schema, {"version": SCHEMA_VERSION})
-                )
-                connection.commit()
         except sa.exc.DBAPIError as error:
             if self.code(error) in self.missing_right:
                 raise RendezvousSettingsError(
@@ -197,6 +203,17 @@ class ServerDialect(Dialect):
                     f"({self._said(error)}). Have an administrator make them: docs/sql.md says how."
                 ) from error
             raise
+
+    def _make_alone(self, connection: sa.Connection, tables: Tables, deadline: float) -> bool:
+        """Whether the tables are there now; False where another one is making them."""
+        with self.making(connection, deadline - time.monotonic()) as is_alone:
+            if not is_alone or self._is_made_by_now(connection, tables):
+                return bool(is_alone)
+            self.make_schema(connection)
+            tables.metadata.create_all(connection, checkfirst=True)
+            connection.execute(self.insert_if_absent(tables.schema, {"version": SCHEMA_VERSION}))
+            connection.commit()
+            return True
 
     def _is_made_by_now(self, connection: sa.Connection, tables: Tables) -> bool:
         inspector = sa.inspect(connection)
@@ -212,13 +229,17 @@ class ServerDialect(Dialect):
         key = (self._url, tables)
         if key in _may_be_used:
             return
-        self.begin(connection, True, max(deadline - time.monotonic(), 1.0))
-        try:
-            for table in (*tables.of_a_run, tables.states, tables.runs):
-                for statement in _without_effect(table):
+        seconds = max(deadline - time.monotonic(), 1.0)
+        statements = _without_effect(tables)
+        if self.sends_as is not None:
+            self.send(connection, [], statements, {}, seconds)
+        else:
+            self.begin(connection, True, seconds)
+            try:
+                for statement in statements:
                     connection.execute(statement)
-        finally:
-            connection.rollback()
+            finally:
+                connection.rollback()
         _may_be_used.add(key)
 
     def explain(self, error: BaseException) -> Trouble:
@@ -256,11 +277,15 @@ def _secrets_of(url: sa.URL) -> tuple[str | None, ...]:
     return (*secrets_in(url.render_as_string(hide_password=False)), url.password)
 
 
-def _without_effect(table: sa.Table) -> Iterator[sa.Executable]:
-    """Statements that need a right and change nothing."""
-    first = next(iter(table.columns))
-    yield table.insert().from_select(
-        [column.name for column in table.columns], sa.select(table).where(sa.false())
-    )
-    yield table.update().where(sa.false()).values({first: first})
-    yield table.delete().where(sa.false())
+@functools.cache
+def _without_effect(tables: Tables) -> tuple[sa.Executable, ...]:
+    """Statements that need all rights that are needed, and change nothing."""
+    statements: list[sa.Executable] = []
+    for table in (*tables.of_a_run, tables.states, tables.runs):
+        names, first = [column.name for column in table.columns], next(iter(table.columns))
+        statements += (
+            table.insert().from_select(names, sa.select(table).where(sa.false())),
+            table.update().where(sa.false()).values({first: first}),
+            table.delete().where(sa.false()),
+        )
+    return tuple(statements)
