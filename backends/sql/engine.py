@@ -205,7 +205,8 @@ class Database:
             rest = Rest(now - begun, LOOK_SHARE * (now - asked_at))
             seconds = min(end - now, WAIT_SLICE_SECONDS_MAX)
             if pace is not None:
-                seconds = min(seconds, rest.seconds(pace))
+                # Only one of a run waits so.
+                seconds = min(seconds, pace.seconds(rest.waited_seconds))
             self._sleep(mark, topics, seconds, rest, closed_count)
 
     def _sleep(
