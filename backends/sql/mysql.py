@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 
-from rdzv.backends.sql.base import Answer, ChangeSignal, Pace, Polling
+from rdzv.backends.sql.base import Answer, ChangeSignal, Pace, Polling, Rest
 from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.server import (
     OVERCROWDED,
     READ_ONLY,
@@ -31,6 +32,10 @@ from rdzv.backends.sql.server import (
 from rdzv.errors import RendezvousSettingsError
 
 PACE = Pace(0.01, 0.5, 0.1)
+CROWDED_PACE = Pace(0.2, 1.0, 0.2)
+"""Where each look makes a connection."""
+LOOK_AROUND_SECONDS = 10.0
+"""So often a wait asks whether connections are short."""
 SILENT_SECONDS = 5
 """So much longer than a request the server bears a client that says nothing."""
 LOCK_OF_THE_MAKERS = "rdzv"
@@ -207,7 +212,7 @@ class MysqlDialect(ServerDialect):
         return answers
 
     def signal(self) -> ChangeSignal:
-        return Polling(PACE)
+        return _Signal()
 
     def insert_if_absent(self, table: sa.Table, values: dict[str, Any]) -> sa.Insert:
         return mysql.insert(table).values(values).prefix_with("IGNORE")
@@ -217,6 +222,55 @@ class MysqlDialect(ServerDialect):
         keys = [column.name for column in table.primary_key]
         others = {name: statement.inserted[name] for name in values if name not in keys}
         return statement.on_duplicate_key_update(others)
+
+
+class _Signal(ChangeSignal):
+    """Looks again and again, and keeps no connection meanwhile where others may lack it."""
+
+    def __init__(self) -> None:
+        self._usual, self._crowded = Polling(PACE), Polling(CROWDED_PACE)
+        self._polling = self._usual
+        self._looks_around_at = float("-inf")
+
+    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> None:
+        now = time.monotonic()
+        if now < self._looks_around_at:
+            return
+        with pool.connection(deadline) as connection:
+            is_crowded = _is_crowded(connection)
+        self._polling = self._crowded if is_crowded else self._usual
+        self._looks_around_at = now + LOOK_AROUND_SECONDS
+        if is_crowded:
+            pool.spare(LOOK_AROUND_SECONDS)
+
+    def sleep(
+        self,
+        mark: Any,
+        topics: Sequence[str],
+        seconds: float,
+        rest: Rest,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._polling.sleep(mark, topics, seconds, rest, is_over)
+
+    def close(self) -> None:
+        self._looks_around_at = float("-inf")
+
+
+def _is_crowded(connection: sa.Connection) -> bool:
+    """Whether more than half of the connections are in use that the server, or the account, may
+    have. Of both a common account is told."""
+    question = "SHOW GLOBAL STATUS LIKE 'Threads_connected'"
+    used = int(connection.exec_driver_sql(question).one()[1])
+    question = "SELECT @@max_connections, @@max_user_connections"
+    most, of_the_account = connection.exec_driver_sql(question).one()
+    if 2 * used > most or not of_the_account:
+        return bool(2 * used > most)
+    question = (
+        "SELECT count(*) FROM information_schema.processlist "
+        "WHERE user = substring_index(user(), '@', 1)"
+    )
+    return bool(2 * connection.exec_driver_sql(question).scalar_one() > of_the_account)
 
 
 def _limit(connection: sa.Connection, *_: Any) -> None:
