@@ -8,7 +8,7 @@ write when the answer was lost.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ import sqlalchemy as sa
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.sql import files
-from rdzv.backends.sql.at_once import RosterAtOnce
+from rdzv.backends.sql.at_once import AtOnce
 from rdzv.backends.sql.dialects import dialect_for
 from rdzv.backends.sql.engine import Database
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.roster import (
     RosterRows,
     asked,
+    look_statement,
     milliseconds,
-    of_run,
     parsed,
     pulse_of,
     row_values,
@@ -62,8 +62,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._run = Run(self._database, run_id, options.lifetime_seconds)
         self._states = _States(self._database, self._run.key)
         self._roster = RosterRows(self._database, self._run.key)
-        can_send = dialect.can_send
-        self._at_once = RosterAtOnce(self._database, self._run) if can_send else None
+        can_send = dialect.sends_as is not None
+        self._at_once = AtOnce(self._database, self._run) if can_send else None
         self._state_topic, self._roster_topic = map(self._run.topic, ("state", "roster"))
 
     @property
@@ -139,7 +139,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         return pulse
 
     def _announce_at_once(
-        self, roster: RosterAtOnce, entry: Entry, ttl: int, question: Question
+        self, roster: AtOnce, entry: Entry, ttl: int, question: Question
     ) -> Pulse:
         values = {**row_values(entry, ttl, 0), **asked(question)}
         announced = roster.announce(values)
@@ -190,7 +190,11 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self, token: Token | None, timeout_seconds: float, revision: Any = None
     ) -> tuple[bytes, Token] | None:
         def look() -> tuple[bytes, Token] | bool | None:
-            found, state, roster = self._database.read(lambda c: self._states.look(c, token))
+            if self._at_once is not None:
+                row = self._at_once.look(_States.known(token))
+            else:
+                row = self._database.read(lambda c: self._states.look(c, token))
+            found, state, roster = self._states.seen(row, token)
             if found != token and found is not None:
                 return state, found
             is_changed = found != token or (revision is not None and roster != revision)
@@ -212,19 +216,7 @@ class _States:
         mine = states.c.run_key == run_key
         write_id: sa.BindParameter[str] = sa.bindparam("new_write_id")
         self._get = sa.select(states.c.state, states.c.version, states.c.write_id).where(mine)
-        is_old = sa.and_(
-            states.c.version == sa.bindparam("old_version", type_=sa.BigInteger),
-            states.c.write_id == sa.bindparam("old_write_id", type_=sa.String),
-        )
-        # What the caller has is not sent to it again.
-        key = sa.literal(run_key)
-        new = sa.select(sa.case((is_old, None), else_=states.c.state)).where(mine)
-        self._look = sa.select(
-            of_run(states.c.version, key),
-            of_run(states.c.write_id, key),
-            new.scalar_subquery(),
-            of_run(database.tables.runs.c.revision, key),
-        )
+        self._look = look_statement(database.tables, sa.literal(run_key))
         self._is_mine = sa.select(sa.literal(1)).where(mine, states.c.write_id == write_id)
         self._create = database.dialect.insert_if_absent(
             states,
@@ -258,15 +250,20 @@ class _States:
         state, version, write_id = row
         return self._checked(state), token_of(version, write_id)
 
-    def look(
-        self, connection: sa.Connection, token: Token | None
-    ) -> tuple[Token | None, bytes, str]:
+    @staticmethod
+    def known(token: Token | None) -> dict[str, object]:
+        """The values of :func:`look_statement`, but for the run."""
+        version, write_id = parsed(token) or (-1, "")
+        return {"old_version": version, "old_write_id": write_id}
+
+    def look(self, connection: sa.Connection, token: Token | None) -> Sequence[Any]:
+        return connection.execute(self._look, self.known(token)).one()
+
+    def seen(self, row: Sequence[Any], token: Token | None) -> tuple[Token | None, bytes, str]:
         """The document's token; the document where it has another than ``token``; and the
         roster's revision."""
-        version, write_id = parsed(token) or (-1, "")
-        values = {"old_version": version, "old_write_id": write_id}
-        *marks, state, revision = connection.execute(self._look, values).one()
-        found = token_of(*marks)
+        version, write_id, state, revision = row
+        found = token_of(version, write_id)
         is_there = found is not None and found != token
         return found, self._checked(state) if is_there else b"", revision or ""
 

@@ -12,13 +12,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousError
+
+Language = Literal["postgresql", "mysql"]
 
 PATIENCE_SECONDS = 2.0
 """Who waits again so soon is still waiting for the same."""
@@ -55,6 +57,19 @@ class Pace:
         return min(max(self.first_seconds, waited_seconds * self.growth), self.last_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a wait knows of itself when it pauses."""
+
+    waited_seconds: float
+    least_seconds: float
+    """So long it does not look by itself."""
+
+    def seconds(self, pace: Pace) -> float:
+        """How long to pause, if nothing is told."""
+        return max(pace.seconds(self.waited_seconds), self.least_seconds)
+
+
 class Patience:
     """Since when something has been waited for, over several waits in a row."""
 
@@ -87,7 +102,7 @@ class ChangeSignal(ABC):
         mark: Any,
         topics: Sequence[str],
         seconds: float,
-        waited_seconds: float,
+        rest: Rest,
         is_over: Callable[[], bool],
     ) -> None:
         """Return when one of the topics may have changed since the mark, after ``seconds``, or
@@ -120,10 +135,10 @@ class Polling(ChangeSignal):
         mark: Any,
         topics: Sequence[str],
         seconds: float,
-        waited_seconds: float,
+        rest: Rest,
         is_over: Callable[[], bool],
     ) -> None:
-        time.sleep(max(0.0, min(seconds, self._pace.seconds(waited_seconds))))
+        time.sleep(max(0.0, min(seconds, rest.seconds(self._pace))))
 
     def close(self) -> None:
         """There is no connection."""
@@ -150,8 +165,9 @@ class Dialect(ABC):
     """Whether a statement can pass by rows that others have locked."""
     can_share: bool = False
     """Whether a connection is dear enough for a backend and its store to share what they have."""
-    can_send: bool = False
-    """Whether :meth:`send` works, and what :mod:`rdzv.backends.sql.at_once` says is understood."""
+    sends_as: Language | None = None
+    """In what language :mod:`rdzv.backends.sql.at_once` is to speak to :meth:`send`; None where
+    that does not work."""
     roster_pace: Pace | None = None
     """How often a wait for the roster looks by itself, where not every change wakes it."""
     keys_per_statement_max: int = 500
@@ -193,7 +209,8 @@ class Dialect(ABC):
         seconds: float,
     ) -> list[Answer]:
         """The answers to a transaction of ``written``, and to what is ``read`` after it, all in
-        one message. Only for what may be repeated."""
+        one message. Only for what may be repeated; with nothing written there is no
+        transaction."""
         raise NotImplementedError
 
     @abstractmethod

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from rdzv.backends.sql.base import Answer, ChangeSignal, Dialect, Pace, Patience
+from rdzv.backends.sql.base import Answer, ChangeSignal, Dialect, Pace, Patience, Rest
 from rdzv.backends.sql.pool import Pool, Reaper
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousSettingsError
@@ -47,8 +47,12 @@ Work = Callable[[sa.Connection], T]
 FORK_WAIT_SECONDS_MAX = 2.0
 WAIT_SLICE_SECONDS_MAX = 5.0
 """A longer wait looks in between: whoever removes rows by hand wakes nobody."""
+LOOK_SHARE = 5.0
+"""Where an answer comes late, many ask: who looks by itself pauses so many times as long as a look
+took. So of a crowd that is too much for the server only some are asking at any moment, and who
+has something to say gets through."""
 RETRY_SECONDS_FIRST = 0.02
-RETRY_SECONDS_LAST = 0.5
+RETRY_SECONDS_LAST = 2.0
 
 
 class AnswerLost(RendezvousConnectionError):
@@ -192,22 +196,25 @@ class Database:
         closed_count = self._closed_count
         while True:
             mark = self._mark(topics)
+            asked_at = time.monotonic()
             found = look()
             now = time.monotonic()
             if found is not None or now >= end:
                 self._patience.end(awaited if found is None else None, begun)
                 return found
+            rest = Rest(now - begun, LOOK_SHARE * (now - asked_at))
             seconds = min(end - now, WAIT_SLICE_SECONDS_MAX)
             if pace is not None:
-                seconds = min(seconds, pace.seconds(now - begun))
-            self._sleep(mark, topics, seconds, now - begun, closed_count)
+                # Only one of a run waits so.
+                seconds = min(seconds, pace.seconds(rest.waited_seconds))
+            self._sleep(mark, topics, seconds, rest, closed_count)
 
     def _sleep(
         self,
         mark: Any,
         topics: Sequence[str],
         seconds: float,
-        waited_seconds: float,
+        rest: Rest,
         closed_count: int,
     ) -> None:
         def is_over() -> bool:
@@ -215,7 +222,7 @@ class Database:
 
         # Not a call: a fork must not wait for it.
         try:
-            self._waker.sleep(mark, topics, seconds, waited_seconds, is_over)
+            self._waker.sleep(mark, topics, seconds, rest, is_over)
         except (sa.exc.SQLAlchemyError, self.dialect.driver_error, OSError) as error:
             if not is_over():
                 raise self._explained(error) from error

@@ -22,7 +22,7 @@ from typing import Any
 import psycopg
 import sqlalchemy as sa
 
-from rdzv.backends.sql.base import ChangeSignal, Pace, Polling
+from rdzv.backends.sql.base import ChangeSignal, Pace, Polling, Rest
 from rdzv.backends.sql.pool import Pool
 
 FOLLOWER_SECONDS_MAX = 1.0
@@ -110,12 +110,12 @@ class Listener(ChangeSignal):
         mark: Any,
         topics: Sequence[str],
         seconds: float,
-        waited_seconds: float,
+        rest: Rest,
         is_over: Callable[[], bool],
     ) -> None:
         if mark is None:
             polling = self._polling or self._crowded
-            polling.sleep(mark, topics, seconds, waited_seconds, is_over)
+            polling.sleep(mark, topics, seconds, rest, is_over)
             return
         end = time.monotonic() + seconds
         with self._attending():
@@ -196,6 +196,8 @@ class Listener(ChangeSignal):
             self._polling = self._crowded
         if self._polling is not None:
             self._polls_until = time.monotonic() + TRY_AGAIN_SECONDS
+            if self._polling is self._crowded:
+                pool.spare(TRY_AGAIN_SECONDS)
             return False
         self._line = _Line(pool, connection, driver)
         self._opened += 1

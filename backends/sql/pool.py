@@ -37,6 +37,7 @@ class Pool:
         self._is_disposed = False
         self._last_used = time.monotonic()
         self._last_call_seconds = 0.0
+        self._spares_until = float("-inf")
 
     @contextmanager
     def connection(self, deadline: float, *, alone: bool = False) -> Iterator[sa.Connection]:
@@ -54,9 +55,15 @@ class Pool:
                 connection.rollback()
                 is_good = True
             finally:
-                self.give_back(connection, is_good and not is_lonely, begun)
+                is_short = time.monotonic() < self._spares_until
+                self.give_back(connection, is_good and not (is_lonely or is_short), begun)
         finally:
             self._slots.release()
+
+    def spare(self, seconds: float) -> None:
+        """For so long keep no connection that nobody uses: others lack them. One that is open
+        serves one more call."""
+        self._spares_until = time.monotonic() + seconds
 
     @property
     def has_idle(self) -> bool:

@@ -96,7 +96,7 @@ class PostgresqlDialect(ServerDialect):
         "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000 AS BIGINT)", sa.BigInteger
     )
     default_port = 5432
-    can_send = True
+    sends_as = "postgresql"
     roster_pace = Pace(0.02, 0.25, 0.1)
     keys_per_statement_max = 10_000
     advice = {  # noqa: RUF012
@@ -154,11 +154,11 @@ class PostgresqlDialect(ServerDialect):
         return super().is_transient(error) or isinstance(error, StaleConnection)
 
     @contextmanager
-    def making(self, connection: sa.Connection, seconds: float) -> Iterator[None]:
+    def making(self, connection: sa.Connection, seconds: float) -> Iterator[bool]:
         self.begin(connection, True, seconds)
-        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(LOCK_OF_THE_MAKERS)))
+        question = sa.select(sa.func.pg_try_advisory_xact_lock(LOCK_OF_THE_MAKERS))
         try:
-            yield
+            yield bool(connection.scalar(question))
         finally:
             connection.rollback()
 
@@ -188,31 +188,29 @@ class PostgresqlDialect(ServerDialect):
         self.begin(connection, False, seconds)
         driver: Any = connection.connection.driver_connection
         cursor = psycopg.ClientCursor(driver)
-        texts = [self._text(cursor, each, values) for each in (*written, *read)]
+        texts = [self.text(cursor, each, values) for each in (*written, *read)]
+        if not written:
+            return self._answers(driver, cursor, "; ".join(texts))
         texts.insert(len(written), "COMMIT")
-        answers: list[Answer] = []
-        with unless_stale(driver):
-            cursor.execute("; ".join((_begin(driver.deadline - time.monotonic()), *texts)))
-            while True:
-                rows = cursor.fetchall() if cursor.description else ()
-                answers.append(Answer(cursor.rowcount, rows))
-                if not cursor.nextset():
-                    break
+        begin = _begin(driver.deadline - time.monotonic())
+        answers = self._answers(driver, cursor, "; ".join((begin, *texts)))
         answers = answers[len(answers) - len(texts) :]
         del answers[len(written)]
         return answers
 
-    def _text(
-        self, cursor: psycopg.ClientCursor[Any], statement: Any, values: dict[str, Any]
-    ) -> str:
-        compiled = _compiled.get(statement)
-        if compiled is None:
-            compiled = _compiled[statement] = statement.compile(dialect=self._sqlalchemy)
-        given = {name: values.get(name, default) for name, default in compiled.params.items()}
-        return cursor.mogrify(compiled.string, given)
+    @staticmethod
+    def _answers(driver: Any, cursor: psycopg.ClientCursor[Any], message: str) -> list[Answer]:
+        answers: list[Answer] = []
+        with unless_stale(driver):
+            cursor.execute(message)
+            while True:
+                rows = cursor.fetchall() if cursor.description else ()
+                answers.append(Answer(cursor.rowcount, rows))
+                if not cursor.nextset():
+                    return answers
 
     def signal(self) -> ChangeSignal:
-        pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.02, 2.0, 0.2)
+        pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.5, 2.0, 0.2)
         return Listener(self.code, self.request_seconds, pooled, crowded)
 
     def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:

@@ -154,6 +154,23 @@ def pulse_statement(
     ).where(live_in(roster, run, now))
 
 
+def look_statement(tables: Tables, run: sa.ColumnElement[str]) -> sa.Select[Any]:
+    """What a wait looks at: version and write id of the document; the document itself where they
+    are not the caller's, since what it has is not sent to it again; and the roster's revision."""
+    states = tables.states
+    is_old = sa.and_(
+        states.c.version == sa.bindparam("old_version", type_=sa.BigInteger),
+        states.c.write_id == sa.bindparam("old_write_id", type_=sa.String),
+    )
+    new = sa.select(sa.case((is_old, None), else_=states.c.state)).where(states.c.run_key == run)
+    return sa.select(
+        of_run(states.c.version, run),
+        of_run(states.c.write_id, run),
+        new.scalar_subquery(),
+        of_run(tables.runs.c.revision, run),
+    )
+
+
 def asked(question: Question) -> dict[str, object]:
     return {"peer": hashed(question.peer_id), "label": _label_key(question.round_label)}
 

@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -29,6 +31,8 @@ from rdzv.errors import (
 
 CONNECTIONS_MAX = 4
 IDLE_SECONDS = 1.0
+MAKERS_PAUSE_SECONDS = 0.1
+"""Who finds that another one makes the tables looks so often whether they are there."""
 MISSING_TABLE = "The tables were removed; the next call makes them anew."
 MISSING_RIGHT = "The role lacks a right: docs/sql.md lists what is needed."
 WRONG_PASSWORD = (
@@ -38,6 +42,7 @@ OVERCROWDED = "The server has no connection left: raise its limit, or put a pool
 READ_ONLY = "This server takes no writes: it may be a standby. The next call connects anew."
 UNREACHABLE = "Look whether the server runs and can be reached from here."
 
+_compiled: dict[Any, Any] = {}
 _engines: dict[tuple[sa.URL, float], sa.Engine] = {}
 _may_be_used: set[tuple[sa.URL, Tables]] = set()
 """Where all rights have been tried."""
@@ -69,8 +74,10 @@ class ServerDialect(Dialect):
         self.request_seconds = options.request_seconds
         self.open_seconds = max(options.read_timeout_seconds, options.request_seconds)
         try:
-            self._sqlalchemy: Any = url.get_dialect()()
-            self._driver: Any = url.get_dialect().import_dbapi()
+            dialect: Any = url.get_dialect()
+            self._sqlalchemy: Any = dialect()
+            self._by_name: Any = dialect(paramstyle="pyformat")
+            self._driver: Any = dialect.import_dbapi()
             self._arguments = self._sqlalchemy.create_connect_args(url)
         except sa.exc.NoSuchModuleError as error:
             raise RendezvousSettingsError(
@@ -93,7 +100,8 @@ class ServerDialect(Dialect):
 
     @abstractmethod
     def making(self, connection: sa.Connection, seconds: float) -> Any:
-        """A context in which nobody else makes tables."""
+        """A context in which nobody else makes tables, or whose value says that another one
+        does."""
 
     def route(self) -> tuple[str, int] | None:
         host = self._url.host
@@ -122,6 +130,16 @@ class ServerDialect(Dialect):
         """What :func:`sqlalchemy.create_engine` is told besides."""
         return {}
 
+    def text(self, cursor: Any, statement: Any, values: Mapping[str, Any]) -> str:
+        """The statement as it is sent, by a cursor that puts values in. For the few statements of
+        :meth:`send`: each is compiled once."""
+        key = (type(self), statement)
+        compiled = _compiled.get(key)
+        if compiled is None:
+            compiled = _compiled[key] = statement.compile(dialect=self._by_name)
+        given = {name: values.get(name, default) for name, default in compiled.params.items()}
+        return str(cursor.mogrify(compiled.string, given))
+
     def is_replaced(self) -> bool:
         return False
 
@@ -135,7 +153,7 @@ class ServerDialect(Dialect):
                 if not self._is_made(connection, tables):
                     self._make(connection, tables, deadline)
                 self._check_rights(connection, tables, deadline)
-            except sa.exc.DBAPIError as error:
+            except (sa.exc.DBAPIError, self.driver_error) as error:
                 if self.code(error) in self.missing_right:
                     raise RendezvousSettingsError(
                         f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
@@ -168,15 +186,16 @@ class ServerDialect(Dialect):
                 f"what `{command}` prints, or check database, schema and prefix"
             )
         try:
-            with self.making(connection, deadline - time.monotonic()):
-                if self._is_made_by_now(connection, tables):
+            while not self._make_alone(connection, tables, deadline):
+                # Who waited for the lock would go on one by one, each over several exchanges.
+                pause = random.uniform(MAKERS_PAUSE_SECONDS / 2, MAKERS_PAUSE_SECONDS)
+                if time.monotonic() + pause > deadline:
+                    raise RendezvousConnectionError(
+                        f"{self.endpoint}: another process is making the tables and does not end"
+                    )
+                time.sleep(pause)
+                if self._is_made(connection, tables):
                     return
-                self.make_schema(connection)
-                tables.metadata.create_all(connection, checkfirst=True)
-                connection.execute(
-                    self.insert_if_absent(tables.schema, {"version": SCHEMA_VERSION})
-                )
-                connection.commit()
         except sa.exc.DBAPIError as error:
             if self.code(error) in self.missing_right:
                 raise RendezvousSettingsError(
@@ -184,6 +203,17 @@ class ServerDialect(Dialect):
                     f"({self._said(error)}). Have an administrator make them: docs/sql.md says how."
                 ) from error
             raise
+
+    def _make_alone(self, connection: sa.Connection, tables: Tables, deadline: float) -> bool:
+        """Whether the tables are there now; False where another one is making them."""
+        with self.making(connection, deadline - time.monotonic()) as is_alone:
+            if not is_alone or self._is_made_by_now(connection, tables):
+                return bool(is_alone)
+            self.make_schema(connection)
+            tables.metadata.create_all(connection, checkfirst=True)
+            connection.execute(self.insert_if_absent(tables.schema, {"version": SCHEMA_VERSION}))
+            connection.commit()
+            return True
 
     def _is_made_by_now(self, connection: sa.Connection, tables: Tables) -> bool:
         inspector = sa.inspect(connection)
@@ -199,13 +229,17 @@ class ServerDialect(Dialect):
         key = (self._url, tables)
         if key in _may_be_used:
             return
-        self.begin(connection, True, max(deadline - time.monotonic(), 1.0))
-        try:
-            for table in (*tables.of_a_run, tables.states, tables.runs):
-                for statement in _without_effect(table):
+        seconds = max(deadline - time.monotonic(), 1.0)
+        statements = _without_effect(tables)
+        if self.sends_as is not None:
+            self.send(connection, [], statements, {}, seconds)
+        else:
+            self.begin(connection, True, seconds)
+            try:
+                for statement in statements:
                     connection.execute(statement)
-        finally:
-            connection.rollback()
+            finally:
+                connection.rollback()
         _may_be_used.add(key)
 
     def explain(self, error: BaseException) -> Trouble:
@@ -243,11 +277,15 @@ def _secrets_of(url: sa.URL) -> tuple[str | None, ...]:
     return (*secrets_in(url.render_as_string(hide_password=False)), url.password)
 
 
-def _without_effect(table: sa.Table) -> Iterator[sa.Executable]:
-    """Statements that need a right and change nothing."""
-    first = next(iter(table.columns))
-    yield table.insert().from_select(
-        [column.name for column in table.columns], sa.select(table).where(sa.false())
-    )
-    yield table.update().where(sa.false()).values({first: first})
-    yield table.delete().where(sa.false())
+@functools.cache
+def _without_effect(tables: Tables) -> tuple[sa.Executable, ...]:
+    """Statements that need all rights that are needed, and change nothing."""
+    statements: list[sa.Executable] = []
+    for table in (*tables.of_a_run, tables.states, tables.runs):
+        names, first = [column.name for column in table.columns], next(iter(table.columns))
+        statements += (
+            table.insert().from_select(names, sa.select(table).where(sa.false())),
+            table.update().where(sa.false()).values({first: first}),
+            table.delete().where(sa.false()),
+        )
+    return tuple(statements)

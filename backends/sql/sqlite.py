@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from rdzv.backends.sql import files
-from rdzv.backends.sql.base import ChangeSignal, Dialect, Pace, Trouble
+from rdzv.backends.sql.base import ChangeSignal, Dialect, Pace, Rest, Trouble
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
@@ -282,7 +282,7 @@ class DataVersion(ChangeSignal):
         mark: Any,
         topics: Sequence[str],
         seconds: float,
-        waited_seconds: float,
+        rest: Rest,
         is_over: Callable[[], bool],
     ) -> None:
         begun = time.monotonic()
@@ -290,7 +290,7 @@ class DataVersion(ChangeSignal):
             slept = time.monotonic() - begun
             if slept >= seconds:
                 return
-            time.sleep(min(seconds - slept, PACE.seconds(waited_seconds + slept)))
+            time.sleep(min(seconds - slept, PACE.seconds(rest.waited_seconds + slept)))
 
     def close(self) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,37 @@ class SqliteTarget(Target):
     def close(self) -> None:
         while self.made:
             self.made.pop().close()
+
+
+class JournalTarget(SqliteTarget):
+    """One with a rollback journal instead of a write-ahead log, as on a network's file system."""
+
+    runs_on = f"{SqliteTarget.runs_on} without WAL"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        # Other processes leave the journal of a file as it is.
+        self.connect().open()
+        self.close()
+        assert self.journal() == "delete"
+
+    def connect(self, run_id: str = "job", options: SqlOptions | None = None) -> SqlBackend:
+        allowed = replace(options or SqlOptions(), allow_network_filesystem=True)
+        backend = SqlBackend(
+            str(self.path), run_id, allowed, name="sqlite", filesystem_type=lambda _: "nfs4"
+        )
+        self.made.append(backend)
+        return backend
+
+    def store(self, run_id: str = "job") -> SqlStore:
+        allowed = SqlOptions(allow_network_filesystem=True)
+        store = SqlStore(str(self.path), run_id, options=allowed, filesystem_type=lambda _: "nfs4")
+        self.made.append(store)
+        return store
+
+    def journal(self) -> str:
+        with raw(self.path) as connection:
+            return str(connection.execute("PRAGMA journal_mode").fetchone()[0])
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 from rdzv.conformance.suites import BackendSuite, RosterSuite, StoreSuite, WatchSuite
 from rdzv.conformance.target import Target
 
-from .sqlite_space import SqliteTarget
+from .sqlite_space import JournalTarget, SqliteTarget
 from .targets import MemoryTarget
 
 
@@ -30,6 +30,17 @@ class _Sqlite:
         target = SqliteTarget(tmp_path / "rdzv.db", lose_file=request.param == "file")
         yield target
         target.close()
+
+
+class _Journal:
+    """Without a write-ahead log a reader and a writer wait for each other."""
+
+    @pytest.fixture
+    def target(self, tmp_path: Path) -> Iterator[Target]:
+        target = JournalTarget(tmp_path / "rdzv.db")
+        yield target
+        target.close()
+        assert target.journal() == "delete"
 
 
 class TestMemoryBackend(_Memory, BackendSuite):
@@ -61,4 +72,24 @@ class TestSqliteWatch(_Sqlite, WatchSuite):
 
 
 class TestSqliteStore(_Sqlite, StoreSuite):
+    pass
+
+
+@pytest.mark.full
+class TestSqliteJournalBackend(_Journal, BackendSuite):
+    pass
+
+
+@pytest.mark.full
+class TestSqliteJournalRoster(_Journal, RosterSuite):
+    pass
+
+
+@pytest.mark.full
+class TestSqliteJournalWatch(_Journal, WatchSuite):
+    pass
+
+
+@pytest.mark.full
+class TestSqliteJournalStore(_Journal, StoreSuite):
     pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import ssl
 import threading
 import time
 from dataclasses import dataclass
@@ -204,14 +205,14 @@ def test_who_waits_on_does_not_look_as_often_as_at_first(
     backend = opened(SqlBackend(empty_server(request, "mysql").endpoint(), "run"))
     _, token, _ = backend.set_state(b"0")
     looks = itertools.count()
-    read = backend._database.read
+    send = backend._database.send
 
-    def counted(work: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         next(looks)
-        return read(work)
+        return send(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend._database, "read", counted)
+        patch.setattr(backend._database, "send", counted)
         backend.wait_for_change(token, 1.0)
         at_first = next(looks)
         backend.wait_for_change(token, 1.0)
@@ -222,6 +223,26 @@ def test_who_waits_on_does_not_look_as_often_as_at_first(
         before = next(looks)
         assert backend.wait_for_change(backend.get_state()[1], 1.0) is None
         assert next(looks) - before > later, "for something else it looks often again"
+
+
+def test_certificates_of_the_machine_are_not_read_for_each_connection(
+    request: pytest.FixtureRequest, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read them takes many times as long as all else, and none of them is asked for."""
+    backend = opened(SqlBackend(empty_server(request, "mysql").endpoint(), "run"))
+    backend.open()
+    read = itertools.count()
+    load = ssl.SSLContext.load_default_certs
+
+    def counted(*arguments: Any) -> None:
+        next(read)
+        load(*arguments)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counted)
+    for _ in range(3):
+        backend.close()
+        backend.get_state()
+    assert next(read) == 0
 
 
 def test_a_backend_and_its_store_share_a_connection(

@@ -1,10 +1,11 @@
-"""PostgreSQL under crowds: of many that arrive or are too many, and on several servers."""
+"""SQL servers under crowds, of many that arrive or are too many; and several servers."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -16,7 +17,7 @@ import sqlalchemy as sa
 from rdzv.backends.sql import SqlBackend, SqlOptions, names
 from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.local import LocalServer
-from rdzv.conformance.servers.technologies import PostgreSQL
+from rdzv.conformance.servers.technologies import MySQL, PostgreSQL
 from rdzv.conformance.store_kit import Background, in_threads
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
@@ -33,13 +34,33 @@ class SmallPostgreSQL(PostgreSQL):
         return [*super().command(*arguments), "-c", "max_connections=100"]
 
 
+class SmallMySQL(MySQL):
+    """One with as many."""
+
+    def command(self, *arguments: Any) -> list[str]:
+        return [*super().command(*arguments), "--max-connections=100"]
+
+
+def threads(server: Any) -> int:
+    """Connections to a MySQL or MariaDB server, but for the one that asks."""
+    with administrator(server) as connection:
+        question = sa.text("SHOW GLOBAL STATUS LIKE 'Threads_connected'")
+        return int(connection.execute(question).one()[1]) - 1
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_two_hundred_nodes_share_a_hundred_connections() -> None:
-    technology = SmallPostgreSQL()
+@pytest.mark.parametrize(
+    ("technology", "connections"),
+    [(SmallPostgreSQL(), ours), (SmallMySQL(), threads)],
+    ids=["postgresql", "mysql"],
+)
+def test_two_hundred_nodes_share_a_hundred_connections(
+    technology: Any, connections: Callable[[Any], int]
+) -> None:
     program = technology.find()
     if program is None:
-        pytest.skip(f"there is no PostgreSQL on this machine: {technology.how}")
+        pytest.skip(f"there is no {technology.name} on this machine: {technology.how}")
     server = LocalServer(technology, program)
     nodes = 200
     backends = [SqlBackend(server.endpoint(), "run", SqlOptions()) for _ in range(nodes)]
@@ -71,7 +92,7 @@ def test_two_hundred_nodes_share_a_hundred_connections() -> None:
         assert len(set(results)) == 1
         for backend in backends:
             backend.close()
-        until(lambda: ours(server) == 0)
+        until(lambda: connections(server) == 0)
     finally:
         server.close()
 

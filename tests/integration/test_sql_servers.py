@@ -252,6 +252,7 @@ def test_where_connections_are_short_nobody_listens(postgresql: Any, opened: Any
         found = other.set_state(b"1", token)
         assert waiting.result() == found[:2]
         assert not listens(backend)
+        assert not backend._database._pool.has_idle, "others lack what it does not use"
     finally:
         with administrator(postgresql) as connection:
             connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
