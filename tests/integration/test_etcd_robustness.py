@@ -117,13 +117,20 @@ def test_a_forked_process_that_closes_ends_nothing_of_its_parents(server: Any) -
 
 def test_a_fork_while_another_thread_asks_leaves_no_lock_behind(server: Any) -> None:
     program = (
-        "import os, sys\n"
+        "import os, signal, sys\n"
         "from rdzv.backends.etcd import EtcdRendezvousBackend\n"
-        "backend = EtcdRendezvousBackend(sys.argv[1], 'forked while locked')\n"
+        "from rdzv.stores.etcd import EtcdStore\n"
+        "run = 'forked while locked'\n"
+        "backend = EtcdRendezvousBackend(sys.argv[1], run)\n"
+        "store = EtcdStore(sys.argv[1], run, beside=backend)\n"
         "backend.set_state(b'1')\n"
-        "with backend._etcd._lock, backend._follower._lock:\n"
+        "store.add('n', 1)\n"
+        "with backend._etcd._lock, backend._follower._lock, store._client._lock:\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
+        "        signal.alarm(30)\n"
+        "        store.set('k', b'1')\n"
+        "        assert store.add('n', 1) == 2\n"
         "        assert backend.set_state(b'2', backend.get_state()[1])[2]\n"
         "        backend.close()\n"
         "        os._exit(0)\n"
