@@ -111,10 +111,11 @@ class DocumentWatch:
 
     def _start(self) -> None:
         if self._thread is None and not self._is_closed:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run, args=(self._etcd.closings,), name="rdzv-etcd-watch", daemon=True
             )
-            self._thread.start()
+            thread.start()  # it may fail: the next who wants to hear tries again
+            self._thread = thread
 
     def _run(self, closings: int) -> None:
         pause_seconds = PAUSE_SECONDS_FIRST

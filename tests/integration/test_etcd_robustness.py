@@ -169,6 +169,21 @@ def test_a_watch_that_was_closed_lets_nobody_wait_for_it(server: Any, opened: An
     assert late.result() is None
 
 
+def test_a_watch_whose_thread_could_not_be_started_is_started_later(
+    server: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    first, second = (opened(EtcdRendezvousBackend(server.endpoint(), "full")) for _ in range(2))
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            first.beat("first", TTL_SECONDS, Question())
+    second.beat("second", TTL_SECONDS, Question())
+    until(lambda: second._follower.ages._since_revision)
+
+
 def test_a_watch_that_looks_while_it_is_closed_keeps_no_channel(server: Any, opened: Any) -> None:
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "closed while it looks"))
     watch = backend._follower._watch(None)
