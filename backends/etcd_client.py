@@ -186,7 +186,8 @@ class EtcdConnections(EtcdOperations):
 
     def close(self) -> None:
         """Give up all streams, also those that somebody waits on, and the channels, which others
-        may go on with; in a forked child, nothing but to forget them. Never raises."""
+        may go on with: then a call that still waits for its answer ends in its own time. In a
+        forked child, nothing but to forget them. Never raises."""
         self._leave_after_fork()
         with self._lock:
             links, self._links = self._links, None

@@ -202,6 +202,30 @@ def test_a_watch_that_looks_while_it_is_closed_keeps_no_channel(server: Any, ope
     until(lambda: watch._thread is None and watch._etcd._links is None)
 
 
+def test_a_call_that_ends_while_silent_channels_are_looked_through_leaves_none_open(
+    server: Any, opened: Any
+) -> None:
+    class EndsAtTheSecondLook(set[object]):
+        looks = 0
+
+        def __bool__(self) -> bool:
+            self.looks += 1
+            return self.looks == 1
+
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "ends meanwhile"))
+    backend.get_state()
+    links = backend._etcd._links
+    link = links.link()
+    link.running = EndsAtTheSecondLook()
+    links.failed(link, is_silent=True)
+    links.link()
+    assert links.silent == [link], "it was forgotten, and is open"
+    links.link()
+    assert links.silent == []
+    with pytest.raises(ValueError, match="closed"):
+        link.call("Range", backend._etcd.messages.RangeRequest(key=b"k"), 1.0, ())
+
+
 def test_a_write_for_which_a_channel_was_closed_too_early_is_made(server: Any, opened: Any) -> None:
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "channel closed by another"))
     _, token, _ = backend.set_state(b"1")
