@@ -160,7 +160,8 @@ class Links:
 
     def _close_unused(self) -> None:
         unused = [link for link in self.silent if not link.running]
-        self.silent = [link for link in self.silent if link.running]
+        # Not by another look: a call that ended since would leave a channel open and forgotten.
+        self.silent = [link for link in self.silent if link not in unused]
         for link in unused:
             link.close()
 

@@ -186,9 +186,10 @@ class EtcdConnections(EtcdOperations):
 
     def close(self) -> None:
         """Give up all streams, also those that somebody waits on, and the channels, which others
-        may go on with; in a forked child, nothing but to forget them. Never raises."""
+        may go on with: then a call that still waits for its answer ends in its own time. In a
+        forked child, nothing but to forget them. Never raises."""
+        self._leave_after_fork()
         with self._lock:
-            self._leave_after_fork()
             links, self._links = self._links, None
             self._closings += 1
         for stream in list(self._streams):
@@ -259,6 +260,7 @@ class EtcdConnections(EtcdOperations):
         revision 0 the watch is from now on, and the number comes always. With ``closings``
         nothing is opened after :meth:`close`.
         """
+        closings = self._closings if closings is None else closings
         create = self.messages.WatchCreateRequest(
             key=key, range_end=range_end or b"", start_revision=revision
         )
@@ -282,6 +284,7 @@ class EtcdConnections(EtcdOperations):
                     yield int(response.header.revision)
                 yield from response.events
         except grpc.RpcError as error:
+            self.check_open(closings)  # it was us: others go on asking this member
             # The server knows the deadline, and often says first, by code UNKNOWN, that it is over.
             is_over = "deadline exceeded" in str(error.details()).lower()
             if is_over and (is_there or seconds < self.options.request_seconds):
@@ -344,7 +347,7 @@ class EtcdConnections(EtcdOperations):
 
     def call(self, method: str, request: Any, *, reads: bool = False) -> Any:
         """A call of etcd's API. Raises ``RendezvousConnectionError``, :class:`Refused`."""
-        deadline = time.monotonic() + self._patience()
+        deadline, closings = time.monotonic() + self._patience(), self._closings
         logged_in, refusals = False, 0
         while True:
             link, left = self._link(), max(deadline - time.monotonic(), 0.001)
@@ -374,8 +377,11 @@ class EtcdConnections(EtcdOperations):
                 ):
                     self._raise(error)
                 time.sleep(pause)
-            except ValueError as error:  # the channel was closed; ours is made anew
-                if not reads or self._client is not None or time.monotonic() >= deadline:
+            except ValueError as error:
+                # The channel was closed before, by us or because another node heard nothing on it:
+                # nothing was sent. Ours is made anew.
+                is_over = not reads and self._closings != closings
+                if is_over or self._client is not None or time.monotonic() >= deadline:
                     self._raise(error)
 
     def explained(self, error: BaseException) -> str:
@@ -421,9 +427,9 @@ class EtcdConnections(EtcdOperations):
         return (("token", token),) if token else ()
 
     def _link(self, closings: int | None = None) -> Link:
+        self._leave_after_fork()
         with self._lock:
             self.check_open(closings)
-            self._leave_after_fork()
             if self._client is not None:
                 try:
                     return Link(self._client.channel, self.messages, 0)
@@ -437,8 +443,10 @@ class EtcdConnections(EtcdOperations):
             return self._links.link()
 
     def _leave_after_fork(self) -> None:
-        if self._process != os.getpid():  # threads and sockets are the parent's
-            self._process, self._links, self._streams = os.getpid(), None, set()
+        # Threads and sockets are the parent's, and one of those threads may have held the lock.
+        if self._process != os.getpid():
+            self._lock, self._links, self._streams = threading.Lock(), None, set()
+            self._process = os.getpid()
 
     def _failed(self, link: Link, error: Any) -> None:
         """Ask another member next, if this one may be the reason."""

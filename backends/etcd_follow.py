@@ -74,7 +74,7 @@ class DocumentWatch:
         self, token: str | None, revision: int, seconds: float, is_left: Callable[[], bool]
     ) -> News | None:
         """The news, as soon as there are any to who knows that token; None after these seconds,
-        or where the watch has failed or this waiter has left: then look."""
+        or where the watch has failed or was closed, or this waiter has left: then look."""
         since = time.monotonic()
         with self._changed:
             self._waiting_until = max(self._waiting_until, since + seconds)
@@ -82,7 +82,7 @@ class DocumentWatch:
             failures = self._failures
 
             def is_over() -> bool:
-                failed = self._failures != failures or is_left()
+                failed = self._failures != failures or self._is_closed or is_left()
                 return failed or self._known(token, revision, since) is not None
 
             self._changed.wait_for(is_over, seconds)
@@ -102,6 +102,7 @@ class DocumentWatch:
         """End the thread. Never raises."""
         with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
         self._etcd.close()
 
     def _known(self, token: str | None, revision: int, since: float) -> News | None:
@@ -110,10 +111,11 @@ class DocumentWatch:
 
     def _start(self) -> None:
         if self._thread is None and not self._is_closed:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run, args=(self._etcd.closings,), name="rdzv-etcd-watch", daemon=True
             )
-            self._thread.start()
+            thread.start()  # it may fail: the next who wants to hear tries again
+            self._thread = thread
 
     def _run(self, closings: int) -> None:
         pause_seconds = PAUSE_SECONDS_FIRST
@@ -140,6 +142,8 @@ class DocumentWatch:
             with self._changed:
                 self._thread = None
             self._lost()
+            if self._etcd.closings != closings:  # a look at that moment has opened them anew
+                self._etcd.close()
 
     def _hear(self, tells_documents: bool, seconds: float, closings: int) -> None:
         etcd, looked = self._etcd, 0
@@ -214,9 +218,9 @@ class Follower:
         self._watch(None).listen()
 
     def _watch(self, closings: int | None) -> DocumentWatch:
+        self._leave_after_fork()
         with self._lock:
             self._etcd.check_open(closings)
-            self._leave_after_fork()
             if self._held is None:
                 self._held = _watches.borrow(
                     self._etcd.key, lambda: DocumentWatch(self._etcd.twin())
@@ -225,11 +229,11 @@ class Follower:
 
     def _leave_after_fork(self) -> None:
         if self._process != os.getpid():  # the thread is the parent's, and perhaps a lock
-            self._process, self._held = os.getpid(), None
+            self._lock, self._held, self._process = threading.Lock(), None, os.getpid()
 
     def _leave(self) -> None:
+        self._leave_after_fork()
         with self._lock:
-            self._leave_after_fork()
             held, self._held = self._held, None
         if held is not None:
             held.look_who_left()

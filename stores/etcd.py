@@ -139,20 +139,25 @@ class EtcdClient(StoreClient):
     def __init__(self, connections: EtcdConnections) -> None:
         self._etcd = connections
         self._keys = self._etcd.base + b"k/"
-        self._lock = threading.Lock()
         self._looked: tuple[Deadline | None, frozenset[str], int] = None, frozenset(), 0
         """What a call of the store has not found, as it knows when it waits for it next."""
         self._begin()
         self.endpoint = self._etcd.endpoint
 
     def _begin(self) -> None:
-        """With slots of this process's own: a forked one must not write those of its parent."""
-        self._process = os.getpid()
+        """With slots of this process's own: a forked one must not write those of its parent, of
+        which another thread may have held the lock."""
+        self._lock = threading.Lock()
         self._slots = self._etcd.base + b"o/" + uuid.uuid4().hex.encode() + b"/"
         self._free: list[_Slot] = []
         self._slots_made = 0
         self._operations: dict[str, _Operation] = {}
         self._batches_done: dict[str, int] = {}
+        self._process = os.getpid()
+
+    def _leave_after_fork(self) -> None:
+        if self._process != os.getpid():
+            self._begin()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         places = [(self._key(key) + VALUE, None) for key in keys]
@@ -166,6 +171,7 @@ class EtcdClient(StoreClient):
         puts = [etcd.put(self._key(key) + VALUE, value) for key, value in pairs]
         sizes = [put.ByteSize() for put in puts]
         batches = list(batches_of(puts, sizes))
+        self._leave_after_fork()
         with self._lock:
             done = self._batches_done.pop(operation, 0)
         try:
@@ -428,9 +434,8 @@ class EtcdClient(StoreClient):
     @contextmanager
     def _remembered(self, operation: str) -> Iterator[_Operation]:
         """What is known of a mutation, kept as long as it may be asked for again."""
+        self._leave_after_fork()
         with self._lock:
-            if self._process != os.getpid():
-                self._begin()
             known = self._operations.pop(operation, None)
             if known is None:
                 known = _Operation(self._free.pop() if self._free else self._new_slot())

@@ -115,6 +115,136 @@ def test_a_forked_process_that_closes_ends_nothing_of_its_parents(server: Any) -
     subprocess.run(command, timeout=60, check=True)
 
 
+def test_a_fork_while_another_thread_asks_leaves_no_lock_behind(server: Any) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from rdzv.backends.etcd import EtcdRendezvousBackend\n"
+        "from rdzv.stores.etcd import EtcdStore\n"
+        "run = 'forked while locked'\n"
+        "backend = EtcdRendezvousBackend(sys.argv[1], run)\n"
+        "store = EtcdStore(sys.argv[1], run, beside=backend)\n"
+        "backend.set_state(b'1')\n"
+        "store.add('n', 1)\n"
+        "with backend._etcd._lock, backend._follower._lock, store._client._lock:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        signal.alarm(30)\n"
+        "        store.set('k', b'1')\n"
+        "        assert store.add('n', 1) == 2\n"
+        "        assert backend.set_state(b'2', backend.get_state()[1])[2]\n"
+        "        backend.close()\n"
+        "        os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert backend.get_state()[0] == b'2'\n"
+        "backend.close()\n"
+    )
+    command = [sys.executable, "-c", program, server.endpoint()]
+    subprocess.run(command, timeout=60, check=True)
+
+
+def test_a_node_that_is_closed_sends_no_other_to_the_next_member(server: Any, opened: Any) -> None:
+    endpoint = f"{server.endpoint()};127.0.0.1:1"
+    leaves, stays = (opened(EtcdRendezvousBackend(endpoint, "closed beside")) for _ in range(2))
+    _, token, _ = leaves.set_state(b"1")
+    revision = leaves.announce(Entry("node", b""), TTL_SECONDS, Question()).revision
+    stays.get_state()
+    links = stays._etcd._links
+    wait = partial(leaves.wait_for_change, token, TTL_SECONDS, revision)
+    waiting = Background(wait).still_blocked()
+    until(lambda: leaves._etcd._streams)
+    leaves.close()
+    with pytest.raises(RendezvousConnectionError, match="close"):
+        waiting.result()
+    assert links is stays._etcd._links
+    assert links.current == 0, "what was ended here was taken for a failure of the member"
+
+
+def test_a_watch_that_was_closed_lets_nobody_wait_for_it(server: Any, opened: Any) -> None:
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "closed watch"))
+    backend.beat("node", TTL_SECONDS, Question())
+    watch = backend._follower._watch(None)
+    backend.close()
+    until(lambda: watch._thread is None)
+    late = Background(partial(watch.wait, None, 0, 2 * TTL_SECONDS, lambda: False))
+    assert late.result() is None
+
+
+def test_a_watch_whose_thread_could_not_be_started_is_started_later(
+    server: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    first, second = (opened(EtcdRendezvousBackend(server.endpoint(), "full")) for _ in range(2))
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            first.beat("first", TTL_SECONDS, Question())
+    second.beat("second", TTL_SECONDS, Question())
+    until(lambda: second._follower.ages._since_revision)
+
+
+def test_a_watch_that_looks_while_it_is_closed_keeps_no_channel(server: Any, opened: Any) -> None:
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "closed while it looks"))
+    watch = backend._follower._watch(None)
+    read, looks, is_closed = watch._etcd.read, threading.Event(), threading.Event()
+
+    def read_late(*operations: Any) -> Any:
+        looks.set()
+        is_closed.wait()
+        return read(*operations)
+
+    watch._etcd.read = read_late
+    backend.beat("node", TTL_SECONDS, Question())
+    looks.wait()
+    backend.close()
+    is_closed.set()
+    until(lambda: watch._thread is None and watch._etcd._links is None)
+
+
+def test_a_call_that_ends_while_silent_channels_are_looked_through_leaves_none_open(
+    server: Any, opened: Any
+) -> None:
+    class EndsAtTheSecondLook(set[object]):
+        looks = 0
+
+        def __bool__(self) -> bool:
+            self.looks += 1
+            return self.looks == 1
+
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "ends meanwhile"))
+    backend.get_state()
+    links = backend._etcd._links
+    link = links.link()
+    link.running = EndsAtTheSecondLook()
+    links.failed(link, is_silent=True)
+    links.link()
+    assert links.silent == [link], "it was forgotten, and is open"
+    links.link()
+    assert links.silent == []
+    with pytest.raises(ValueError, match="closed"):
+        link.call("Range", backend._etcd.messages.RangeRequest(key=b"k"), 1.0, ())
+
+
+def test_a_write_for_which_a_channel_was_closed_too_early_is_made(server: Any, opened: Any) -> None:
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), "channel closed by another"))
+    _, token, _ = backend.set_state(b"1")
+    etcd, link_to = backend._etcd, backend._etcd._link
+    closed: list[Any] = []
+
+    def link_of_which_another_hears_nothing() -> Any:
+        link = link_to()
+        if not closed:
+            closed.append(link)
+            etcd._links.failed(link, is_silent=True)
+            etcd._links.link()
+        return link
+
+    etcd._link = link_of_which_another_hears_nothing
+    assert backend.set_state(b"2", token)[2]
+    assert closed[0] is not link_to()
+
+
 def test_a_member_that_lags_behind_tells_no_document_of_before(server: Any, opened: Any) -> None:
     backend = opened(EtcdRendezvousBackend(server.endpoint(), "lagging"))
     _, first, _ = backend.set_state(b"1")
