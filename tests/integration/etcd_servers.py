@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import shlex
@@ -50,7 +51,7 @@ class EtcdProcess(ProcessServer):
             peers = f"http://127.0.0.1:{free_port()}"
             command += [f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}"]
             command += [f"--initial-cluster=default={peers}"]
-        super().__init__(command, folder, technology="etcd")
+        super().__init__(command, folder, technology="etcd", version=version_of(command[0]))
 
     def endpoint(self) -> str:
         return "{}:{}".format(*self.address)
@@ -74,6 +75,12 @@ def program_or_skip() -> str:
         return etcd_program()
     except RendezvousSettingsError as error:
         pytest.skip(str(error))
+
+
+@functools.cache
+def version_of(program: str) -> str:
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    return re.search(r"etcd Version: (\S+)", said.stdout).group(1)
 
 
 def health(endpoint: str) -> str:
