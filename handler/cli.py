@@ -347,7 +347,9 @@ def _state(options: argparse.Namespace) -> int:
     """Show the document and the roster of a run. Nothing is written."""
     from rdzv.registry import open_backend
 
-    backend, store = open_backend(_parameters(options, options.run_id, create_tables="false"))
+    # Whoever looks makes nothing, and is nobody's host.
+    as_guest = {"create_tables": "false", "is_host": "false", "read_timeout": "10"}
+    backend, store = open_backend(_parameters(options, options.run_id, **as_guest))
     try:
         stored = _read(backend)
         endpoint = _endpoint_of(backend, options)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -36,7 +37,12 @@ from rdzv.backends.c10d_places import (
 )
 from rdzv.backends.c10d_roster import EXPIRED, digest
 from rdzv.backends.options import REQUEST_SECONDS_MAX, BackendOptions, common_options
-from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError, RendezvousStateError
+from rdzv.errors import (
+    RendezvousConnectionError,
+    RendezvousSettingsError,
+    RendezvousStateError,
+    mask_secrets,
+)
 from rdzv.settings import Settings
 from rdzv.stores.base import Backoff, Store, StoreClient, Unanswered, counter_after
 from rdzv.torch_store import Deadline, shown_keys
@@ -84,6 +90,11 @@ def create_filestore(params: RendezvousParameters) -> tuple[C10dRendezvousBacken
         raise RendezvousSettingsError(
             "--rdzv-backend=filestore needs --rdzv-endpoint: the path of a file that all nodes "
             "share."
+        )
+    if not settings.create_tables and not Path(settings.endpoint).exists():
+        raise RendezvousSettingsError(
+            f"There is no file {mask_secrets(settings.endpoint)}: no job has used this endpoint "
+            "yet, or the path is wrong."
         )
     lifetime_seconds = BackendOptions(**common_options(settings)).lifetime_seconds
     return _opened(FilePlace(settings.endpoint, lifetime_seconds), settings)

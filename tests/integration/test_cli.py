@@ -189,6 +189,28 @@ def test_a_wrong_command(
         assert "Traceback" not in err
 
 
+def test_whoever_looks_at_a_run_makes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "none.store"
+    status, out, err = run(
+        capsys, "state", "--run-id=job", "--backend=filestore", f"--endpoint={path}"
+    )
+    assert (status, out) == (2, "")
+    assert "no job has used this endpoint yet" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_looks_at_a_run_is_nobodys_host(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+    command = ("state", "--run-id=job", "--backend=tcpstore", "--conf=read_timeout=1")
+    status, out, err = run(capsys, *command, f"--endpoint={endpoint}")
+    assert (status, out) == (1, "")
+    assert "did not answer" in err
+
+
 def test_check_of_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
