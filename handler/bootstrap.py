@@ -6,8 +6,6 @@ Rules:
   of an earlier round can be read by mistake.
 * Rank 0 begins with it when it confirms the round, so that the address mostly is there when the
   round is final. Nobody reads it before; a round that is dropped leaves two keys that nobody reads.
-  When the round is final rank 0 looks whether it is still there: what a backend has confirmed may
-  be lost by a failover, and nobody else would publish it.
 * A server ends with the last who holds it. So nothing that has failed holds one: an exception with
   its frames would, until some collection of garbage.
 * Rank 0 may die before it has published. The others look, at every slice of their wait, whether
@@ -113,7 +111,7 @@ class Hosting:
         self._open_store = open_store
         self._deadline = deadline
         self._dropped = ""
-        self._done: Future[tuple[RoundStore, BootstrapServer, RendezvousStoreInfo]] = Future()
+        self._done: Future[tuple[RoundStore, RendezvousStoreInfo]] = Future()
         threading.Thread(target=self._host, name="rdzv-hosting", daemon=True).start()
 
     def wait(self, timeout_seconds: float) -> None:
@@ -131,15 +129,11 @@ class Hosting:
 
         Raises what kept it from being published, or as :func:`bootstrap`.
         """
-        was_early = self._done.done()
         while True:
             # Not result(SLICE_SECONDS): what it raises may be a time-out of the work itself.
             self.wait(SLICE_SECONDS)
             if self._done.done():
-                store, server, info = self._done.result()
-                if was_early:
-                    info = bootstrap(store, server, deadline, broken, was_published=True)
-                return store, info
+                return self._done.result()
             why = broken()
             if why:
                 raise BootstrapLost(why)
@@ -156,13 +150,13 @@ class Hosting:
             traceback.clear_frames(error.__traceback__)
             self._done.set_exception(error)
 
-    def _publish(self) -> tuple[RoundStore, BootstrapServer, RendezvousStoreInfo]:
+    def _publish(self) -> tuple[RoundStore, RendezvousStoreInfo]:
         server = self._start()
         if self._dropped:
             # Whoever has dropped it may have closed the store, which a write would open anew.
             raise BootstrapLost(self._dropped)
         store = self._open_store(server)
-        return store, server, bootstrap(store, server, self._deadline, lambda: self._dropped)
+        return store, bootstrap(store, server, self._deadline, lambda: self._dropped)
 
 
 def bootstrap(
@@ -170,11 +164,8 @@ def bootstrap(
     server: BootstrapServer | None,
     deadline: float,
     broken: Callable[[], str],
-    *,
-    was_published: bool = False,
 ) -> RendezvousStoreInfo:
     """The bootstrap address of a round: published by rank 0 (which has ``server``), read by all.
-    With ``was_published``, rank 0 looks first and publishes only what is no longer there.
 
     No exchange with the store lasts longer than is left. ``broken`` tells why nobody will publish
     it any more, or "". Raises :class:`BootstrapLost` then, or when rank 0 has not published within
@@ -182,7 +173,7 @@ def bootstrap(
     """
     usual_timeout = store.timeout
     try:
-        return _bootstrap(store, server, deadline, broken, was_published)
+        return _bootstrap(store, server, deadline, broken)
     finally:
         store.set_timeout(usual_timeout)
 
@@ -192,7 +183,6 @@ def _bootstrap(
     server: BootstrapServer | None,
     deadline: float,
     broken: Callable[[], str],
-    was_published: bool,
 ) -> RendezvousStoreInfo:
     patient_until = time.monotonic() + PATIENCE_SECONDS
     keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
@@ -203,7 +193,7 @@ def _bootstrap(
         left = timedelta(seconds=max(0.001, min(patience, deadline - time.monotonic())))
         store.set_timeout(left)
         try:
-            if server is not None and not (was_published and is_first):
+            if server is not None:
                 store.multi_set(keys, [server.address, str(server.port)])
                 return RendezvousStoreInfo(server.address, server.port)
             if not is_first:

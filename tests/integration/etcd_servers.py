@@ -24,6 +24,7 @@ from rdzv.conformance.servers.local import free_port
 from rdzv.conformance.target import Server
 from rdzv.errors import RendezvousSettingsError
 
+from .certificates import certify
 from .operations import until
 
 NAMES = "one", "two", "three"
@@ -230,16 +231,8 @@ def certificates(folder: Path) -> dict[str, str]:
     if shutil.which("openssl") is None:
         pytest.skip("it takes openssl to make certificates")
 
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=folder)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
-    for name in ("server", "client"):
-        (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-        openssl("req", *key, "-keyout", f"{name}.key", "-out", "csr", "-subj", f"/CN={name}")
-        signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names"]
-        openssl("x509", "-req", "-in", "csr", *signed, "-out", f"{name}.pem", "-days", "2")
+    run = functools.partial(subprocess.run, check=True, capture_output=True, cwd=folder)
+    certify(lambda *words: run(words), "client")
     names = ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")
     return {name: str(folder / name) for name in names}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +32,11 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) ->
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         pause.wait(POLL_SECONDS)
+
+
+def run_apart(program: str, *arguments: str) -> None:
+    """Run a program of Python in a process without threads of this one, as it may fork."""
+    subprocess.run([sys.executable, "-c", program, *arguments], timeout=60, check=True)
 
 
 def reach(

@@ -13,6 +13,8 @@ from rdzv.conformance.servers.base import PASSWORD, USER
 from rdzv.conformance.servers.programs import Program, Workplace
 from rdzv.conformance.servers.technologies import Redis
 
+from .certificates import certify
+
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "redis.md"
 ADMIN = "admin"
 
@@ -78,7 +80,7 @@ class SecureMember(Member):
     def prepare(self, program: Program, place: Workplace) -> None:
         self._folder = place.directory
         if not (place.directory / "ca.pem").exists():
-            certify(place)
+            certify(place.run)
             rights = " ".join(documented_rights())
             # Off, but with its rights: Redis replays transactions as this user, and drops those
             # that it may not make (docs/redis.md).
@@ -110,17 +112,3 @@ class SecureMember(Member):
         folder = self._folder
         files = f"ssl_certfile={folder}/client.pem&ssl_keyfile={folder}/client.key"
         return f"rediss://{user}:{password}@{host}:{port}?ssl_ca_certs={folder}/ca.pem&{files}"
-
-
-def certify(place: Workplace) -> None:
-    """An authority, and what it says of a server on this machine and of a client."""
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    for name, subject in (("ca", "rdzv-ca"), ("server", "127.0.0.1"), ("client", "rdzv")):
-        words = ["openssl", "req", "-x509", *kind, "-days", "2", "-subj", f"/CN={subject}"]
-        words += ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
-        if name != "ca":
-            words += ["-CA", "ca.pem", "-CAkey", "ca.key"]
-            words += ["-addext", "basicConstraints=critical,CA:FALSE"]
-        if name == "server":
-            words += ["-addext", "subjectAltName=IP:127.0.0.1"]
-        place.run(*words)

@@ -6,8 +6,6 @@ import contextlib
 import logging
 import math
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,7 +31,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import metric
-from .operations import TTL_SECONDS, until, use_all
+from .operations import TTL_SECONDS, run_apart, until, use_all
 
 SHORT_LIFE = EtcdOptions(outage_timeout_seconds=2.0, closed_grace_seconds=0.4)
 """A lease of four seconds: a machine that stalls for less loses nothing."""
@@ -129,8 +127,7 @@ def test_a_forked_process_makes_connections_of_its_own(server: Any, opened: Any)
         "assert os.waitpid(child, 0)[1] == 0\n"
         "assert backend.get_state()[0] == b'by the child'\n"
     )
-    command = [sys.executable, "-c", program, server.endpoint()]
-    subprocess.run(command, timeout=60, check=True)
+    run_apart(program, server.endpoint())
 
 
 def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import EtcdProcess
-from .operations import TTL_SECONDS, until
+from .operations import TTL_SECONDS, run_apart, until
 
 NO_LEASE = 12345
 
@@ -84,8 +82,7 @@ def test_a_forked_process_has_slots_of_its_own(server: Any) -> None:
         "assert store.add('n', 1) == 3\n"
         "assert store._client._slots == slots\n"
     )
-    command = [sys.executable, "-c", program, server.endpoint()]
-    subprocess.run(command, timeout=60, check=True)
+    run_apart(program, server.endpoint())
 
 
 def test_a_forked_process_that_closes_ends_nothing_of_its_parents(server: Any) -> None:
@@ -111,8 +108,7 @@ def test_a_forked_process_that_closes_ends_nothing_of_its_parents(server: Any) -
         "assert found == [written[:2]]\n"
         "backend.close()\n"
     )
-    command = [sys.executable, "-c", program, server.endpoint()]
-    subprocess.run(command, timeout=60, check=True)
+    run_apart(program, server.endpoint())
 
 
 def test_a_fork_while_another_thread_asks_leaves_no_lock_behind(server: Any) -> None:
@@ -138,8 +134,7 @@ def test_a_fork_while_another_thread_asks_leaves_no_lock_behind(server: Any) -> 
         "assert backend.get_state()[0] == b'2'\n"
         "backend.close()\n"
     )
-    command = [sys.executable, "-c", program, server.endpoint()]
-    subprocess.run(command, timeout=60, check=True)
+    run_apart(program, server.endpoint())
 
 
 def test_a_node_that_is_closed_sends_no_other_to_the_next_member(server: Any, opened: Any) -> None:

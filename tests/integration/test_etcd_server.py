@@ -26,7 +26,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
 from .etcd_servers import EtcdProcess, guard
-from .operations import TTL_SECONDS, until
+from .operations import TTL_SECONDS, run_apart, until
 
 SHORT_SECONDS = 1.0
 STUCK_SECONDS_MAX = 4.0
@@ -85,7 +85,7 @@ def test_a_forked_process_does_not_end_its_parents_server() -> None:
         "client.put('kept', '1')\n"
         "client.close()\n"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    run_apart(program)
 
 
 def test_a_server_that_cannot_start_says_why(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from rdzv.errors import (
     RendezvousStateError,
 )
 
-from .operations import until
+from .operations import run_apart, until
 from .test_c10d import LONG_SECONDS, READ_SECONDS, parameters
 
 
@@ -93,8 +91,7 @@ second.close()
 def test_a_file_that_was_replaced_holds_up_nobody(tmp_path: Path) -> None:
     """Torch's FileStore reads on where it was, which may be within a record of the new file, and
     never ends; nor does then whoever waits for the lock that it holds."""
-    program = [sys.executable, "-c", IN_A_FILE_THAT_IS_REPLACED, str(tmp_path / "store")]
-    subprocess.run(program, timeout=120, check=True)
+    run_apart(IN_A_FILE_THAT_IS_REPLACED, str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("age_seconds", [0, 24 * 3600])

@@ -18,7 +18,7 @@ from rdzv.conformance.suites import BackendSuite
 from rdzv.conformance.target import Target
 from rdzv.errors import RendezvousConnectionError
 
-from .redis_members import certify
+from .certificates import certify
 from .sql_targets import SqlTarget, asked
 
 pytestmark = pytest.mark.full
@@ -33,7 +33,7 @@ class TlsPostgreSQL(PostgreSQL):
     def prepare(self, program: Program, place: Workplace) -> None:
         self._folder = place.directory
         if not (place.directory / "ca.pem").exists():
-            certify(place)
+            certify(place.run)
         super().prepare(program, place)
         (place.data / "pg_hba.conf").write_text("hostssl all all 127.0.0.1/32 scram-sha-256\n")
 

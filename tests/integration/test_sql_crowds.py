@@ -41,7 +41,7 @@ class SmallMySQL(MySQL):
         return [*super().command(*arguments), "--max-connections=100"]
 
 
-def threads(server: Any) -> int:
+def threads_of(server: Any) -> int:
     """Connections to a MySQL or MariaDB server, but for the one that asks."""
     with administrator(server) as connection:
         question = sa.text("SHOW GLOBAL STATUS LIKE 'Threads_connected'")
@@ -52,7 +52,7 @@ def threads(server: Any) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("technology", "connections"),
-    [(SmallPostgreSQL(), ours), (SmallMySQL(), threads)],
+    [(SmallPostgreSQL(), ours), (SmallMySQL(), threads_of)],
     ids=["postgresql", "mysql"],
 )
 def test_two_hundred_nodes_share_a_hundred_connections(

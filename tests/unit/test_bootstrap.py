@@ -332,33 +332,3 @@ def test_a_round_that_is_dropped_while_its_server_starts_does_not_open_the_store
     with pytest.raises(BootstrapLost, match="dropped"):
         unwanted.result(soon(), stands)
     assert not opened, "the store may be closed by then"
-
-
-@pytest.mark.parametrize("is_lost", [True, False])
-@pytest.mark.parametrize("failures", [0, 1])
-def test_what_was_published_early_is_published_again_only_if_it_may_be_lost(
-    is_lost: bool, failures: int
-) -> None:
-    """By a failover, while the others confirmed the round."""
-    client = MemoryClient()
-    published = []
-
-    class Counting(FailingStore):
-        def multi_set(self, keys: Any, values: Any) -> None:
-            published.append(values)
-            super().multi_set(keys, values)
-
-    store = Counting(MemoryStore(client), "round", on_exit_barrier=lambda: None)
-    server = BootstrapServer("127.0.0.1", soon(), shared=True)
-    early = Hosting(ROUND, lambda: server, lambda _: store, soon())
-    early.wait(PATIENCE_SECONDS)
-    if is_lost:
-        for key in store.list_keys():
-            store.delete_key(key)
-    store.failures = failures
-    usual = store.timeout
-    _, own = early.result(soon(), stands)
-    found = bootstrap(round_store(client), None, soon(), stands)
-    assert address_of(own) == address_of(found) == ("127.0.0.1", server.port)
-    assert len(published) == 1 + (is_lost or failures)
-    assert store.timeout == usual
