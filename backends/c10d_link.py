@@ -199,4 +199,5 @@ class Links:
 def _reason(error: Exception) -> str:
     """What torch says, without the C++ stack."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return first if isinstance(error, dist.DistError) else f"{type(error).__name__}: {first}"
+    speaks = isinstance(error, (dist.DistError, c10d_threads.WrongServiceError))
+    return first if speaks else f"{type(error).__name__}: {first}"

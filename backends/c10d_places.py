@@ -45,6 +45,8 @@ RETRY_SECONDS_LAST = 0.5
 ATTEMPT_SECONDS = 1.5
 """So long torch may try to connect. Between its own tries it sleeps, at last for seconds, and
 cannot be told that nobody waits; long enough for a lost packet to be sent again."""
+WRONG_ANSWER = "Ping failed, invalid value"
+"""What torch's client says of somebody who does not answer as a TCPStore does."""
 FILE_STORE_BEGINS = [struct.pack("=I", len(key)) + key for key in (b"refcount/", b"cleanup/")]
 """What torch writes first into the file of a FileStore: when one is opened, or closed."""
 LINGER_POLL_SECONDS = 0.05
@@ -98,6 +100,10 @@ class TcpPlace:
             try:
                 return self._attempt(max(0.01, deadline - time.monotonic()))
             except (OSError, RuntimeError) as error:
+                if WRONG_ANSWER in str(error):
+                    raise c10d_threads.WrongServiceError(
+                        "something else than a TCPStore answers there: look at the port"
+                    ) from error
                 if getattr(error, "errno", 0) == errno.ECONNREFUSED:
                     if self._leaving:
                         raise

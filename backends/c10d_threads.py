@@ -43,6 +43,10 @@ EXIT_SECONDS = 5.0
 _Peer = tuple[str, int]
 
 
+class WrongServiceError(OSError):
+    """Somebody answers who is not what was asked for: to try again is of no use."""
+
+
 class _Opening:
     """The connections to ``peer`` that were made since."""
 

@@ -36,6 +36,7 @@ from rdzv.backends.c10d_places import (
     TcpPlace,
 )
 from rdzv.backends.c10d_roster import EXPIRED, digest
+from rdzv.backends.c10d_threads import WrongServiceError
 from rdzv.backends.options import REQUEST_SECONDS_MAX, BackendOptions, common_options
 from rdzv.errors import (
     RendezvousConnectionError,
@@ -145,7 +146,7 @@ class PlacedBackend(C10dRendezvousBackend):
 
     def attend(self, seconds: float) -> None:
         """Connect, trying again until the time is over, and let whoever hosts know that somebody
-        is here. Raises ``RendezvousConnectionError``."""
+        is here. Raises ``RendezvousConnectionError``, at once where somebody else answers."""
         self._attends = isinstance(self._place, TcpPlace)
         deadline = Deadline(seconds)
         pauses = Backoff(RETRY_SECONDS_FIRST, RETRY_SECONDS_LAST)
@@ -153,8 +154,8 @@ class PlacedBackend(C10dRendezvousBackend):
             try:
                 self._ask(lambda session: None)
                 break
-            except RendezvousConnectionError:
-                if deadline.passed:
+            except RendezvousConnectionError as error:
+                if deadline.passed or isinstance(error.__cause__, WrongServiceError):
                     raise
             pauses.sleep(deadline)
         if self._pushes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -33,6 +34,7 @@ from rdzv.conformance.fault_kit import (
     through_proxy,
 )
 from rdzv.conformance.proxy import Proxy
+from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.stores import c10d as stores
 
@@ -45,20 +47,41 @@ LISTING = ("num_keys", "list_keys")
 BELL = "rdzv-c10d-bell"
 
 
-def opened_tcp(opened: list[Any], port: int, run_id: str = "job") -> Any:
-    return opened_both(opened, port, run_id)[0]
+def opened_tcp(opened: list[Any], port: int, run_id: str = "job", **config: str) -> Any:
+    return opened_both(opened, port, run_id, **config)[0]
 
 
-def opened_both(opened: list[Any], port: int, run_id: str = "job") -> tuple[Any, Any]:
-    backend, store = registry.open_backend(
-        RendezvousParameters(
-            *("tcpstore", f"127.0.0.1:{port}", run_id, 1, 1),
-            close_timeout=str(LONG_SECONDS),
-            read_timeout="10",
-        )
+def opened_both(
+    opened: list[Any], port: int, run_id: str = "job", **config: str
+) -> tuple[Any, Any]:
+    config = {"close_timeout": str(LONG_SECONDS), "read_timeout": "10", **config}
+    parameters = RendezvousParameters(
+        "tcpstore", f"127.0.0.1:{port}", run_id, min_nodes=1, max_nodes=1, local_addr=None, **config
     )
+    backend, store = registry.open_backend(parameters)
     opened += [backend, store]
     return backend, store
+
+
+def test_somebody_else_at_the_port_is_told_at_once(opened: list[Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = other.accept()
+                except OSError:
+                    return
+                with connection, contextlib.suppress(OSError):
+                    connection.recv(4096)
+                    connection.sendall(b"-ERR wrong protocol, dear client\r\n")
+                    connection.recv(4096)
+
+        threading.Thread(target=answer, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(RendezvousConnectionError, match="else than a TCPStore answers"):
+            opened_tcp(opened, other.getsockname()[1], read_timeout="600")
+        assert time.monotonic() - began < LONG_SECONDS
 
 
 def announced(backend: Any, node_id: str) -> None:
