@@ -50,7 +50,7 @@ def as_text(report: Report, columns: int) -> str:
         console.print(f"[bold]left out by selection[/bold]: {len(report.left_out)} clauses")
     missing = [name for name in SUITES if all(book != name for book, _ in report.counts())]
     if missing:
-        console.print(f"[bold]not chosen[/bold] (--rdzv-suites): {', '.join(missing)}")
+        console.print(f"[bold]nothing chosen of[/bold] (--rdzv-suites, -k): {', '.join(missing)}")
     tried = [one for one in report.outcomes if one.outcome == HOLDS]
     failed = [one for one in report.outcomes if one.outcome == FAILS]
     console.print(f"{len(tried)} clauses hold, {len(failed)} fail.")
