@@ -9,7 +9,7 @@ answered without what SQLAlchemy does for each statement. All calls may be repea
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from rdzv.backends.sql.roster import (
     pulse_statement,
 )
 from rdzv.backends.sql.runs import Run, unique
-from rdzv.backends.sql.schema import Tables
+from rdzv.backends.sql.schema import Bytes, Tables
 
 CROWD = 16
 """Among more live nodes an arrival or a changed entry wakes nobody, since the server wakes every
@@ -56,28 +56,32 @@ class AtOnce:
         self._statements = _statements(database.tables, dialect.now, dialect.sends_as)
         self._constants = {
             "run": run.key,
+            "run_id": run.raw_id,
             "lifetime": run.lifetime,
             "topic": run.topic("roster"),
         }
 
-    def announce(self, values: dict[str, Any]) -> Announced:
-        """Write the entry, or let it live on where it is the same.
+    def announce(self, values: dict[str, Any], *, is_first: bool, is_again: bool) -> Announced:
+        """Write the entry, or let it live on where it is the same, as it may be if ``is_again``.
+        ``is_first`` also asks for what is over.
 
         The pulse is of the same transaction, which holds the run's lock: so of those who arrive at
         once one finds that it is alone, and writes the run's first document.
         """
         statements = self._statements
-        is_new: bool | None = None
+        announce = statements.announce_again if is_again else statements.announce
+        written = [*announce, statements.pulse_after_announcing]
+        read = [statements.find] if is_first else []
         values = {**values, **self._constants, "new_revision": unique()}
-        written, read = [*statements.announce, statements.pulse], [statements.find]
-        *_, announced, pulse, found = self._database.send(written, read, values)
+        answers = self._database.send(written, read, values)
+        announced = answers[len(announce) - 1]
         if not announced.rows:
             self._run.make()
-            *_, announced, pulse, found = self._database.send(written, read, values)
-        for row in announced.rows:
-            is_new = row[0]
-        has_expired, has_overdue = found.rows[0]
-        return Announced(is_new, has_expired, has_overdue, pulse.rows[0])
+            answers = self._database.send(written, read, values)
+            announced = answers[len(announce) - 1]
+        is_new: bool | None = announced.rows[0][0] if announced.rows else None
+        has_expired, has_overdue = answers[-1].rows[0] if is_first else (False, False)
+        return Announced(is_new, has_expired, has_overdue, answers[len(announce)].rows[0])
 
     def beat(self, values: dict[str, Any]) -> tuple[bool, Sequence[Any]]:
         """Let the entry live on; whether there was one, and the pulse."""
@@ -99,15 +103,20 @@ class _Statements:
     announce: tuple[sa.Executable, ...]
     """The last one's row tells whether the entry is new, NULL where it was there and the same; no
     row where the run has none."""
+    announce_again: tuple[sa.Executable, ...]
+    """Where the entry may be there and the same: then others are told of nothing."""
+    pulse_after_announcing: sa.Executable
     extend: sa.Executable
     find: sa.Executable
     pulse: sa.Executable
     look: sa.Executable
 
 
-_NOW_AFTER_WAITING: sa.ColumnElement[int] = sa.literal_column(
-    "(SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT))", sa.BigInteger
-)
+_AFTER_WAITING: sa.Subquery = sa.select(
+    sa.literal_column(
+        "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)", sa.BigInteger
+    ).label("now")
+).subquery("moment")
 """All statements of one message have one ``statement_timestamp``, that of its arrival: before the
 wait for the run's row."""
 
@@ -124,33 +133,43 @@ def _statements(
         sa.exists().where(roster.c.run_key == run, roster.c.expires_at <= now),
         sa.exists().where(runs.c.alive_until < now),
     )
-    is_postgresql = language == "postgresql"
-    announce = _announcement if is_postgresql else _announcement_to_mysql
+    extend = roster.update().where(is_mine).values(expires_at=from_now(now))
+    look = look_statement(tables, run)
+    if language == "mysql":
+        announce, pulse = (
+            _announcement_to_mysql(tables, run, now),
+            pulse_statement(tables, run, now),
+        )
+        return _Statements(announce, announce, pulse, extend, find, pulse, look)
+    now_after_waiting = _AFTER_WAITING.c.now
     return _Statements(
-        announce(tables, run, now),
-        roster.update().where(is_mine).values(expires_at=from_now(now)),
+        _announcement(tables, run, now),
+        _announcement_again(tables, run, now),
+        pulse_statement(tables, run, now_after_waiting, _AFTER_WAITING, _tell(tables)),
+        extend,
         find,
-        pulse_statement(tables, run, _NOW_AFTER_WAITING if is_postgresql else now),
-        look_statement(tables, run),
+        pulse_statement(tables, run, now_after_waiting, _AFTER_WAITING),
+        look,
     )
 
 
-def _change(
-    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int], unless: sa.Exists
-) -> sa.Update:
+def _changes(tables: Tables, now: sa.ColumnElement[int]) -> dict[str, sa.ColumnElement[Any]]:
     """Number an arrival, and keep the run's records."""
     runs = tables.runs
     until = now + sa.bindparam("lifetime", type_=sa.BigInteger)
-    return (
-        runs.update()
-        .where(runs.c.run_key == run, sa.not_(unless))
-        .values(
-            revision=sa.bindparam("new_revision", type_=sa.String),
-            arrivals=runs.c.arrivals + 1,
-            # Others may keep the same run for longer.
-            alive_until=sa.func.greatest(runs.c.alive_until, until),
-        )
-    )
+    return {
+        "revision": sa.bindparam("new_revision", type_=sa.String),
+        "arrivals": runs.c.arrivals + 1,
+        # Others may keep the same run for longer.
+        "alive_until": sa.func.greatest(runs.c.alive_until, until),
+    }
+
+
+def _change_unless(
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int], unless: sa.Exists
+) -> sa.Update:
+    is_run = tables.runs.c.run_key == run
+    return tables.runs.update().where(is_run, sa.not_(unless)).values(_changes(tables, now))
 
 
 def _same(
@@ -165,23 +184,56 @@ def _same(
 def _announcement(
     tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
 ) -> tuple[sa.Executable, ...]:
-    """One statement."""
-    roster, runs = tables.roster, tables.runs
-    row = new_row(run, now)
-    is_live = live_in(roster, run, now)
+    """One statement, which also makes the run's row where it is missing."""
+    runs = tables.runs
+    changes = _changes(tables, now)
+    first = {
+        "run_key": run,
+        "run_id": sa.bindparam("run_id", type_=Bytes),
+        "revision": changes["revision"],
+        "arrivals": sa.literal_column("1", sa.BigInteger),
+        "alive_until": now + sa.bindparam("lifetime", type_=sa.BigInteger),
+    }
+    changed = (
+        postgresql.insert(runs)
+        .values(first)
+        .on_conflict_do_update(index_elements=[runs.c.run_key], set_=changes)
+        .returning(runs.c.arrivals)
+        .cte("changed")
+    )
+    put = _put(tables, run, now, changed)
+    return (
+        sa.select(put.c.arrival == changed.c.arrivals).select_from(put.join(changed, sa.true())),
+    )
+
+
+def _announcement_again(
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
+) -> tuple[sa.Executable, ...]:
+    """One statement. Who says the same again does not wait for the run's row."""
     same = (
-        roster.update()
+        tables.roster.update()
         .where(_same(tables, run, now))
-        .values(expires_at=row["expires_at"])
+        .values(expires_at=from_now(now))
         .returning(sa.literal_column("1").label("one"))
         .cte("same")
     )
     changed = (
-        _change(tables, run, now, sa.exists(sa.select(same.c.one)))
-        .returning(runs.c.arrivals)
+        _change_unless(tables, run, now, sa.exists(sa.select(same.c.one)))
+        .returning(tables.runs.c.arrivals)
         .cte("changed")
     )
-    columns: dict[str, Any] = {**row, "arrival": changed.c.arrivals}
+    put = _put(tables, run, now, changed)
+    told = sa.select(put.c.arrival == changed.c.arrivals).select_from(put.join(changed, sa.true()))
+    return (told.union_all(sa.select(sa.null()).select_from(same)),)
+
+
+def _put(
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int], changed: sa.CTE
+) -> sa.CTE:
+    """Write the entry where an arrival was numbered."""
+    roster = tables.roster
+    columns: dict[str, Any] = {**new_row(run, now), "arrival": changed.c.arrivals}
     insert = postgresql.insert(roster).from_select(
         list(columns), sa.select(*columns.values()).select_from(changed)
     )
@@ -191,20 +243,18 @@ def _announcement(
     # Who is live keeps its place.
     was_live = sa.and_(roster.c.withdrawn == 0, roster.c.expires_at > now)
     new["arrival"] = sa.case((was_live, roster.c.arrival), else_=insert.excluded.arrival)
-    put = (
+    return (
         insert.on_conflict_do_update(index_elements=list(roster.primary_key), set_=new)
         .returning(roster.c.arrival)
         .cte("put")
     )
-    some: sa.Select[Any] = (
-        sa.select(sa.literal_column("1").label("one")).where(is_live).limit(CROWD + 1)
-    )
-    is_crowd = sa.select(sa.func.count() > CROWD).select_from(some.subquery()).scalar_subquery()
+
+
+def _tell(tables: Tables) -> Callable[[sa.ColumnElement[int]], sa.ColumnElement[Any]]:
+    """Wake who waits for the roster, where it was changed and is no crowd."""
+    is_changed = tables.runs.c.revision == sa.bindparam("new_revision", type_=sa.String)
     notify = sa.cast(sa.func.pg_notify(sa.bindparam("topic", type_=sa.String), ""), sa.Text)
-    told = sa.select(
-        put.c.arrival == changed.c.arrivals, sa.case((is_crowd, None), else_=notify)
-    ).select_from(put.join(changed, sa.true()))
-    return (told.union_all(sa.select(sa.null(), sa.null()).select_from(same)),)
+    return lambda live: sa.case((sa.and_(is_changed, live <= CROWD + 1), notify), else_=None)
 
 
 def _announcement_to_mysql(
@@ -231,7 +281,7 @@ def _announcement_to_mysql(
     )
     is_same = sa.exists(sa.select(roster.c.node_key).where(_same(tables, run, now)))
     return (
-        _change(tables, run, now, is_same),
+        _change_unless(tables, run, now, is_same),
         put.on_duplicate_key_update([place, *others]),
         told,
     )

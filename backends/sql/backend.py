@@ -64,6 +64,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._roster = RosterRows(self._database, self._run.key)
         can_send = dialect.sends_as is not None
         self._at_once = AtOnce(self._database, self._run) if can_send else None
+        self._announced: Entry | None = None
+        """The entry that was announced last."""
         self._state_topic, self._roster_topic = map(self._run.topic, ("state", "roster"))
 
     @property
@@ -142,7 +144,11 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self, roster: AtOnce, entry: Entry, ttl: int, question: Question
     ) -> Pulse:
         values = {**row_values(entry, ttl, 0), **asked(question)}
-        announced = roster.announce(values)
+        is_again = entry == self._announced
+        announced = roster.announce(
+            values, is_first=is_again or self._announced is None, is_again=is_again
+        )
+        self._announced = entry
         if announced.is_new is not None:
             self._run.touched()
         elif self._run.is_touch_due:
@@ -189,21 +195,29 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     def wait_for_change(
         self, token: Token | None, timeout_seconds: float, revision: Any = None
     ) -> tuple[bytes, Token] | None:
+        seen: list[object] = [None]
+
         def look() -> tuple[bytes, Token] | bool | None:
             if self._at_once is not None:
                 row = self._at_once.look(_States.known(token))
             else:
                 row = self._database.read(lambda c: self._states.look(c, token))
             found, state, roster = self._states.seen(row, token)
+            seen[0] = (found, None if revision is None else roster)
             if found != token and found is not None:
                 return state, found
             is_changed = found != token or (revision is not None and roster != revision)
             return False if is_changed else None
 
         topics = [self._state_topic, *([] if revision is None else [self._roster_topic])]
-        pace = None if revision is None else self._database.dialect.roster_pace
-        awaited = (token, revision)
-        found = self._database.wait(look, timeout_seconds, topics, awaited=awaited, pace=pace)
+        found = self._database.wait(
+            look,
+            timeout_seconds,
+            topics,
+            awaited=(token, revision),
+            seen=lambda: seen[0],
+            pace=None if revision is None else self._database.dialect.roster_pace,
+        )
         return found if isinstance(found, tuple) else None
 
 

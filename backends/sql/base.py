@@ -24,6 +24,8 @@ Language = Literal["postgresql", "mysql"]
 
 PATIENCE_SECONDS = 2.0
 """Who waits again so soon is still waiting for the same."""
+KNOWLEDGE_SECONDS_MAX = 5.0
+"""A longer wait looks in between: whoever removes rows by hand wakes nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,21 @@ class Patience:
     def end(self, awaited: object, begun: float) -> None:
         """A wait has ended without it; ``awaited`` None where it came."""
         self._last = (awaited, begun, time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What a look has found, and the mark that was taken before."""
+
+    mark: Any
+    seen: object
+    looked_at: float
+
+    def holds(self, mark: Any, awaited: object, now: float) -> bool:
+        """Whether ``awaited`` was found by a look since which nothing was told."""
+        is_told_of = self.mark is not None and self.mark == mark
+        is_same = self.seen is not None and self.seen == awaited
+        return is_told_of and is_same and now - self.looked_at < KNOWLEDGE_SECONDS_MAX
 
 
 class ChangeSignal(ABC):
@@ -209,8 +226,8 @@ class Dialect(ABC):
         seconds: float,
     ) -> list[Answer]:
         """The answers to a transaction of ``written``, and to what is ``read`` after it, all in
-        one message. Only for what may be repeated; with nothing written there is no
-        transaction."""
+        one message. Only for what may be repeated, and may be lost if the server crashes before
+        anything else is written; with nothing written there is no transaction."""
         raise NotImplementedError
 
     @abstractmethod

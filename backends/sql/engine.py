@@ -34,7 +34,16 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from rdzv.backends.sql.base import Answer, ChangeSignal, Dialect, Pace, Patience, Rest
+from rdzv.backends.sql.base import (
+    KNOWLEDGE_SECONDS_MAX,
+    Answer,
+    ChangeSignal,
+    Dialect,
+    Knowledge,
+    Pace,
+    Patience,
+    Rest,
+)
 from rdzv.backends.sql.pool import Pool, Reaper
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousSettingsError
@@ -45,8 +54,6 @@ T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
 
 FORK_WAIT_SECONDS_MAX = 2.0
-WAIT_SLICE_SECONDS_MAX = 5.0
-"""A longer wait looks in between: whoever removes rows by hand wakes nobody."""
 LOOK_SHARE = 5.0
 """Where an answer comes late, many ask: who looks by itself pauses so many times as long as a look
 took. So of a crowd that is too much for the server only some are asking at any moment, and who
@@ -92,6 +99,7 @@ class Database:
         self._signal: ChangeSignal = dialect.signal()
         self._pool: Pool | None = None
         self._patience = Patience()
+        self._knowledge = Knowledge(None, None, 0.0)
         self._closed_count = 0
         self.failed_count = 0
         self._is_broken_by_fork = False
@@ -181,13 +189,15 @@ class Database:
         topics: Sequence[str],
         *,
         awaited: object = None,
+        seen: Callable[[], object] = lambda: None,
         pace: Pace | None = None,
     ) -> T | None:
         """What ``look`` returns, as soon as that is not None or the time is over.
 
         ``look`` is called at least once, and again after every commit that notified of a topic;
         with a ``pace`` also at that. Who goes on to wait for the same ``awaited`` looks no more
-        often than before.
+        often than before. ``seen`` is what the last look has found: who waits for that to change,
+        and has been told of nothing since, need not look once more.
         """
         end = time.monotonic() + max(0.0, timeout_seconds)
         if timeout_seconds <= 0:
@@ -196,14 +206,18 @@ class Database:
         closed_count = self._closed_count
         while True:
             mark = self._mark(topics)
-            asked_at = time.monotonic()
-            found = look()
-            now = time.monotonic()
+            asked_at = now = time.monotonic()
+            found = None
+            # Who waits at a pace is not told of everything.
+            if pace is not None or not self._knowledge.holds(mark, awaited, now):
+                found = look()
+                now = time.monotonic()
+                self._knowledge = Knowledge(mark, seen(), asked_at)
             if found is not None or now >= end:
                 self._patience.end(awaited if found is None else None, begun)
                 return found
             rest = Rest(now - begun, LOOK_SHARE * (now - asked_at))
-            seconds = min(end - now, WAIT_SLICE_SECONDS_MAX)
+            seconds = min(end - now, KNOWLEDGE_SECONDS_MAX)
             if pace is not None:
                 # Only one of a run waits so.
                 seconds = min(seconds, pace.seconds(rest.waited_seconds))

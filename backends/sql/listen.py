@@ -24,6 +24,7 @@ import sqlalchemy as sa
 
 from rdzv.backends.sql.base import ChangeSignal, Pace, Polling, Rest
 from rdzv.backends.sql.pool import Pool
+from rdzv.backends.sql.shortage import Limits
 
 FOLLOWER_SECONDS_MAX = 1.0
 """A thread that does not read looks so often whether it has to."""
@@ -33,22 +34,6 @@ LET_GO_SECONDS = 0.5
 """How long who wants to listen to more waits for the connection."""
 TRY_AGAIN_SECONDS = 10.0
 """How long a server is spared that was crowded, and a pooler is taken for one."""
-LOOK_AROUND = """
-WITH clients AS (SELECT usename, datname FROM pg_stat_activity
-                  WHERE datid IS NOT NULL AND usesysid IS NOT NULL),
-     limits AS (SELECT current_setting('max_connections')::int AS most,
-                       (SELECT count(*) FROM clients) AS used
-                UNION ALL
-                SELECT rolconnlimit, (SELECT count(*) FROM clients WHERE usename = session_user)
-                  FROM pg_roles WHERE rolname = session_user
-                UNION ALL
-                SELECT datconnlimit,
-                       (SELECT count(*) FROM clients WHERE datname = current_database())
-                  FROM pg_database WHERE datname = current_database())
-SELECT pg_backend_pid(), EXISTS (SELECT FROM limits WHERE most >= 0 AND used * 2 > most)
-"""
-"""The server's number of this process, and whether connections are short. Of the connections of
-others a common role sees whose they are and to what database, but not of which type."""
 
 
 class StaleConnection(psycopg.OperationalError):
@@ -72,11 +57,12 @@ class Listener(ChangeSignal):
     def __init__(
         self,
         code: Callable[[BaseException], Any],
+        limits: Callable[[], Limits],
         request_seconds: float,
         pooled: Pace,
         crowded: Pace,
     ) -> None:
-        self._code, self._request_seconds = code, request_seconds
+        self._code, self._limits, self._request_seconds = code, limits, request_seconds
         self._pooled, self._crowded = Polling(pooled), Polling(crowded)
         self._polling: Polling | None = None
         self._polls_until = float("-inf")
@@ -95,7 +81,7 @@ class Listener(ChangeSignal):
             if time.monotonic() < self._polls_until:
                 return None
             line = self._line
-            if line is not None and (line.driver.closed or line.pool is not pool):
+            if line is not None and (line.pool is not pool or not self._catch_up(line)):
                 self.close()
                 line = None
             new = [topic for topic in topics if topic not in self._counts]
@@ -206,7 +192,7 @@ class Listener(ChangeSignal):
     def _look_around(self, driver: Any) -> Polling | None:
         """How to wait where the server is not to tell."""
         driver.deadline = time.monotonic() + self._request_seconds
-        process, is_crowded = driver.execute(LOOK_AROUND).fetchone()
+        process, is_crowded = self._limits().look(driver)
         if process != driver.pgconn.backend_pid:
             return self._pooled
         return self._crowded if is_crowded else None
@@ -230,6 +216,20 @@ class Listener(ChangeSignal):
             if not is_good:
                 self.close()
         return True
+
+    def _catch_up(self, line: _Line) -> bool:
+        """Count what was told while nobody read: whoever uses the connection does so by itself.
+        Whether the connection is still there."""
+        is_good = not line.driver.closed
+        if is_good and line.take():
+            try:
+                line.driver.pgconn.consume_input()
+                self._drain(line)
+            except psycopg.Error:
+                is_good = False
+            finally:
+                line.give_back(is_good)
+        return is_good
 
     def _borrow(self, line: _Line) -> bool:
         """Take the connection, if need be from whoever reads from it; whether it could be had."""

@@ -27,6 +27,8 @@ from rdzv.backends.sql.base import Answer, ChangeSignal, Pace
 from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
 from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.pool import Pool
+from rdzv.backends.sql.schema import Tables
 from rdzv.backends.sql.server import (
     OVERCROWDED,
     READ_ONLY,
@@ -34,6 +36,7 @@ from rdzv.backends.sql.server import (
     ServerDialect,
     masked,
 )
+from rdzv.backends.sql.shortage import Limits
 from rdzv.errors import RendezvousSettingsError
 
 POLL_SECONDS = 0.25
@@ -41,6 +44,10 @@ POLL_SECONDS = 0.25
 ASK_SECONDS_MIN = 1.0
 """A question has so long, even where the call's time was spent on hosts that are silent: else no
 call would ever reach the one behind them."""
+UNFLUSHED = "SET LOCAL synchronous_commit = off"
+"""Of the nodes that announce themselves one after the other holds the run's row, so that each
+would wait for the disk of all before it. What a crash takes with it is announced again, by nodes
+that have lost contact; a document that is written later does not outlive what was sent before."""
 LOCK_OF_THE_MAKERS = 0x72647A76
 """What those who make tables hold: "rdzv" as a number."""
 TOO_MANY_CONNECTIONS = "53300"
@@ -112,6 +119,8 @@ class PostgresqlDialect(ServerDialect):
     # A standby; a standby that was promoted; a server that shuts down.
     reopen = frozenset({"25006", "57P01", "57P02"})
 
+    _limits: Limits
+
     def __init__(self, url: sa.URL, options: SqlOptions) -> None:
         if url.drivername not in ("postgresql", "postgresql+psycopg"):
             raise RendezvousSettingsError(
@@ -153,6 +162,14 @@ class PostgresqlDialect(ServerDialect):
     def is_transient(self, error: BaseException) -> bool:
         return super().is_transient(error) or isinstance(error, StaleConnection)
 
+    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
+        super().prepare(tables, pool, deadline)
+        with pool.connection(deadline) as connection:
+            self.begin(connection, False, deadline - time.monotonic())
+            driver: Any = connection.connection.driver_connection
+            with unless_stale(driver):
+                self._limits = Limits.read(driver)
+
     @contextmanager
     def making(self, connection: sa.Connection, seconds: float) -> Iterator[bool]:
         self.begin(connection, True, seconds)
@@ -192,7 +209,7 @@ class PostgresqlDialect(ServerDialect):
         if not written:
             return self._answers(driver, cursor, "; ".join(texts))
         texts.insert(len(written), "COMMIT")
-        begin = _begin(driver.deadline - time.monotonic())
+        begin = f"{_begin(driver.deadline - time.monotonic())}; {UNFLUSHED}"
         answers = self._answers(driver, cursor, "; ".join((begin, *texts)))
         answers = answers[len(answers) - len(texts) :]
         del answers[len(written)]
@@ -211,7 +228,7 @@ class PostgresqlDialect(ServerDialect):
 
     def signal(self) -> ChangeSignal:
         pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.5, 2.0, 0.2)
-        return Listener(self.code, self.request_seconds, pooled, crowded)
+        return Listener(self.code, lambda: self._limits, self.request_seconds, pooled, crowded)
 
     def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:
         if topics:

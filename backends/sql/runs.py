@@ -31,6 +31,7 @@ class Run:
 
     def __init__(self, database: Database, run_id: str, lifetime_seconds: float) -> None:
         self.key = hashed(run_id)
+        self.raw_id = run_id.encode("utf-8", "surrogatepass")
         self._database = database
         tables, dialect = database.tables, database.dialect
         runs = tables.runs
@@ -46,7 +47,7 @@ class Run:
             runs,
             {
                 "run_key": self.key,
-                "run_id": run_id.encode("utf-8", "surrogatepass"),
+                "run_id": self.raw_id,
                 "revision": sa.bindparam("new_revision"),
                 "arrivals": 0,
                 "alive_until": until,

@@ -16,8 +16,8 @@ import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.backends.sql.__main__ import main, statements
-from rdzv.backends.sql.listen import LOOK_AROUND
 from rdzv.backends.sql.pool import Reaper
+from rdzv.backends.sql.shortage import Limits
 from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.store_kit import Background, in_threads
@@ -268,14 +268,16 @@ def test_connections_of_others_count_where_a_common_role_looks(postgresql: Any) 
     try:
         with psycopg.connect(endpoint, autocommit=True) as stranger:
             # What was just closed is counted for a moment more.
-            until(lambda: not stranger.execute(LOOK_AROUND).fetchone()[1])  # one of three
+            limits = Limits.read(stranger)
+            until(lambda: not limits.look(stranger)[1])  # one of three
             with administrator(postgresql):
-                assert stranger.execute(LOOK_AROUND).fetchone()[1] is True, "two of three"
+                assert limits.look(stranger)[1] is True, "two of three"
         with administrator(postgresql) as connection:
             connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
             connection.execute(sa.text("ALTER ROLE stranger CONNECTION LIMIT 2"))
         with psycopg.connect(endpoint, autocommit=True) as stranger, administrator(postgresql):
-            until(lambda: not stranger.execute(LOOK_AROUND).fetchone()[1])  # one of its own two
+            limits = Limits.read(stranger)
+            until(lambda: not limits.look(stranger)[1])  # one of its own two
     finally:
         with administrator(postgresql) as connection:
             connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
