@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 import torch.distributed as dist
 
+from rdzv.backends.sql.at_once import value_statement
 from rdzv.backends.sql.backend import SqlBackend
 from rdzv.backends.sql.dialects import dialect_for
 from rdzv.backends.sql.engine import AnswerLost, Database
@@ -169,6 +170,12 @@ class SqlClient(StoreClient):
         self._database.close()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if len(keys) == 1 and self._database.dialect.sends_as is not None:
+            values = {"run": self._run.key, "one": hashed(keys[0])}
+            statement = value_statement(self._database.tables)
+            with _translated():
+                [answer] = self._database.send([], [statement], values)
+            return [self._rows.checked(row[0]) for row in answer.rows] or [None]
         return self._read(lambda c: self._rows.values(c, keys))
 
     def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
@@ -406,7 +413,7 @@ class _Rows:
         found: dict[str, bytes] = {}
         for some in self._chunks(hashes):
             for name_key, value in connection.execute(self._values, {"some": some}):
-                found[name_key] = self._checked(value)
+                found[name_key] = self.checked(value)
         return [found.get(name_key) for name_key in hashes]
 
     def put(self, connection: sa.Connection, pairs: Sequence[tuple[str, bytes]]) -> None:
@@ -433,7 +440,7 @@ class _Rows:
 
     def names(self, connection: sa.Connection, prefix: str) -> list[str]:
         names = connection.scalars(sa.select(self._store.c.name).where(*self._under(prefix)))
-        return [self._checked(name).decode() for name in names]
+        return [self.checked(name).decode() for name in names]
 
     def push(self, connection: sa.Connection, key: str, value: bytes) -> None:
         name_key = hashed(key)
@@ -448,7 +455,7 @@ class _Rows:
             return None
         position, value = head
         connection.execute(self._shift, {"one": name_key, "old_position": position})
-        return self._checked(value)
+        return self.checked(value)
 
     def queue_len(self, connection: sa.Connection, key: str) -> int:
         return connection.execute(self._length, {"one": hashed(key)}).scalar_one()
@@ -466,7 +473,7 @@ class _Rows:
             conditions += [self._store.c.name >= start, self._store.c.name < end]
         return conditions
 
-    def _checked(self, value: Any) -> bytes:
+    def checked(self, value: Any) -> bytes:
         if not isinstance(value, bytes):
             raise RendezvousStateError(
                 f"{self._endpoint} holds a value that rdzv has not written (no bytes but "

@@ -153,6 +153,14 @@ def _statements(
     )
 
 
+@functools.cache
+def value_statement(tables: Tables) -> sa.Select[Any]:
+    """The value of the key ``one`` of a ``run``'s store."""
+    store = tables.store
+    run, one = sa.bindparam("run", type_=sa.String), sa.bindparam("one", type_=sa.String)
+    return sa.select(store.c.value).where(store.c.run_key == run, store.c.name_key == one)
+
+
 def _changes(tables: Tables, now: sa.ColumnElement[int]) -> dict[str, sa.ColumnElement[Any]]:
     """Number an arrival, and keep the run's records."""
     runs = tables.runs

@@ -96,7 +96,10 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._database.close()
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        return self._database.read(self._states.get)
+        if self._at_once is None:
+            return self._database.read(self._states.get)
+        found, state, _ = self._states.seen(self._at_once.look(_States.known(None)), None)
+        return None if found is None else (state, found)
 
     def set_state(
         self, state: bytes, token: Token | None = None
@@ -144,6 +147,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self, roster: AtOnce, entry: Entry, ttl: int, question: Question
     ) -> Pulse:
         values = {**row_values(entry, ttl, 0), **asked(question)}
+        # Who announces itself waits next.
+        know = self._database.listen([self._state_topic])
         is_again = entry == self._announced
         announced = roster.announce(
             values, is_first=is_again or self._announced is None, is_again=is_again
@@ -159,7 +164,9 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
                 self._database.write(self._roster.purge)
         if announced.is_new and announced.has_overdue:
             self._run.sweep()
-        return pulse_of(announced.pulse, True, question)
+        pulse = pulse_of(announced.pulse, True, question)
+        know((pulse.token, None))
+        return pulse
 
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
         node_key, ttl = hashed(node_id), milliseconds(ttl_seconds)

@@ -178,6 +178,16 @@ class Database:
         with self._call() as deadline:
             return self._repeat(attempt, deadline)
 
+    def listen(self, topics: Sequence[str]) -> Callable[[object], None]:
+        """Be told from now on. To be called with what is found afterwards, as :meth:`wait` has it
+        of ``seen``."""
+        mark, now = self._mark(topics), time.monotonic()
+
+        def know(seen: object) -> None:
+            self._knowledge = Knowledge(mark, seen, now)
+
+        return know
+
     def notify(self, connection: sa.Connection, *topics: str) -> None:
         """Let the commit of this transaction end waits for these topics."""
         self.dialect.notify(connection, topics)
