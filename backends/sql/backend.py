@@ -149,10 +149,9 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         values = {**row_values(entry, ttl, 0), **asked(question)}
         # Who announces itself waits next.
         know = self._database.listen([self._state_topic])
-        is_again = entry == self._announced
-        announced = roster.announce(
-            values, is_first=is_again or self._announced is None, is_again=is_again
-        )
+        last, is_again = self._announced, entry == self._announced
+        is_first = is_again or last is None or last.node_id != entry.node_id
+        announced = roster.announce(values, is_first=is_first, is_again=is_again)
         self._announced = entry
         if announced.is_new is not None:
             self._run.touched()

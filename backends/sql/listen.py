@@ -57,7 +57,7 @@ class Listener(ChangeSignal):
     def __init__(
         self,
         code: Callable[[BaseException], Any],
-        limits: Callable[[], Limits],
+        limits: Callable[[Any], Limits],
         request_seconds: float,
         pooled: Pace,
         crowded: Pace,
@@ -192,7 +192,7 @@ class Listener(ChangeSignal):
     def _look_around(self, driver: Any) -> Polling | None:
         """How to wait where the server is not to tell."""
         driver.deadline = time.monotonic() + self._request_seconds
-        process, is_crowded = self._limits().look(driver)
+        process, is_crowded = self._limits(driver).look(driver)
         if process != driver.pgconn.backend_pid:
             return self._pooled
         return self._crowded if is_crowded else None

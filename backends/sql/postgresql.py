@@ -44,6 +44,8 @@ POLL_SECONDS = 0.25
 ASK_SECONDS_MIN = 1.0
 """A question has so long, even where the call's time was spent on hosts that are silent: else no
 call would ever reach the one behind them."""
+LIMITS_SECONDS = 60.0
+"""For so long limits of connections are taken to be what they were."""
 UNFLUSHED = "SET LOCAL synchronous_commit = off"
 """Of the nodes that announce themselves one after the other holds the run's row, so that each
 would wait for the disk of all before it. What a crash takes with it is announced again, by nodes
@@ -119,7 +121,7 @@ class PostgresqlDialect(ServerDialect):
     # A standby; a standby that was promoted; a server that shuts down.
     reopen = frozenset({"25006", "57P01", "57P02"})
 
-    _limits: Limits
+    _limits: tuple[Limits | None, float] = (None, 0.0)
 
     def __init__(self, url: sa.URL, options: SqlOptions) -> None:
         if url.drivername not in ("postgresql", "postgresql+psycopg"):
@@ -168,7 +170,15 @@ class PostgresqlDialect(ServerDialect):
             self.begin(connection, False, deadline - time.monotonic())
             driver: Any = connection.connection.driver_connection
             with unless_stale(driver):
-                self._limits = Limits.read(driver)
+                self._limits_by(driver)
+
+    def _limits_by(self, driver: Any) -> Limits:
+        """The limits of connections, not older than that, by the driver's connection."""
+        limits, read_at = self._limits
+        if limits is None or time.monotonic() - read_at > LIMITS_SECONDS:
+            limits = Limits.read(driver)
+            self._limits = limits, time.monotonic()
+        return limits
 
     @contextmanager
     def making(self, connection: sa.Connection, seconds: float) -> Iterator[bool]:
@@ -228,7 +238,7 @@ class PostgresqlDialect(ServerDialect):
 
     def signal(self) -> ChangeSignal:
         pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.5, 2.0, 0.2)
-        return Listener(self.code, lambda: self._limits, self.request_seconds, pooled, crowded)
+        return Listener(self.code, self._limits_by, self.request_seconds, pooled, crowded)
 
     def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:
         if topics:

@@ -242,7 +242,10 @@ def terminate(server: Any) -> None:
     )
 
 
-def test_where_connections_are_short_nobody_listens(postgresql: Any, opened: Any) -> None:
+def test_where_connections_are_short_nobody_listens(
+    postgresql: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rdzv.backends.sql.postgresql.LIMITS_SECONDS", 0.0)
     backend, other = opened(backend_on(postgresql)), opened(backend_on(postgresql))
     _, token, _ = backend.set_state(b"0")
     with administrator(postgresql) as connection:
