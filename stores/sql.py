@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 import torch.distributed as dist
 
-from rdzv.backends.sql.at_once import value_statement
+from rdzv.backends.sql.at_once import values_statement
 from rdzv.backends.sql.backend import SqlBackend
 from rdzv.backends.sql.dialects import dialect_for
 from rdzv.backends.sql.engine import AnswerLost, Database
@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 REQUEST_SECONDS_MAX = 2.0
 """One request waits for a locked database no longer; the store asks again until its own timeout."""
+KEYS_AT_ONCE_MAX = 4
+"""So few are asked for without what SQLAlchemy does for each statement."""
 OPEN_OPERATIONS_MAX = 1000
 """Operations of unknown outcome that are remembered for a repeat, which soon comes or never."""
 LIFETIME_SECONDS = 7 * 24 * 3600.0
@@ -170,13 +172,17 @@ class SqlClient(StoreClient):
         self._database.close()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        if len(keys) == 1 and self._database.dialect.sends_as is not None:
-            values = {"run": self._run.key, "one": hashed(keys[0])}
-            statement = value_statement(self._database.tables)
-            with _translated():
-                [answer] = self._database.send([], [statement], values)
-            return [self._rows.checked(row[0]) for row in answer.rows] or [None]
+        if len(keys) <= KEYS_AT_ONCE_MAX and self._database.dialect.sends_as is not None:
+            return self._get_at_once([hashed(key) for key in keys])
         return self._read(lambda c: self._rows.values(c, keys))
+
+    def _get_at_once(self, keys: list[str]) -> list[bytes | None]:
+        statement = values_statement(self._database.tables, len(keys))
+        values = {"run": self._run.key, **{f"key{n}": key for n, key in enumerate(keys)}}
+        with _translated():
+            [answer] = self._database.send([], [statement], values)
+        found = {key: self._rows.checked(value) for key, value in answer.rows}
+        return [found.get(key) for key in keys]
 
     def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:
         self._mutate(lambda c: self._rows.put(c, pairs), operation, [key for key, _ in pairs])

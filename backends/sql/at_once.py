@@ -154,11 +154,14 @@ def _statements(
 
 
 @functools.cache
-def value_statement(tables: Tables) -> sa.Select[Any]:
-    """The value of the key ``one`` of a ``run``'s store."""
+def values_statement(tables: Tables, keys: int) -> sa.Select[Any]:
+    """Key and value of so many keys, ``key0`` and so on, of a ``run``'s store."""
     store = tables.store
-    run, one = sa.bindparam("run", type_=sa.String), sa.bindparam("one", type_=sa.String)
-    return sa.select(store.c.value).where(store.c.run_key == run, store.c.name_key == one)
+    run = sa.bindparam("run", type_=sa.String)
+    wanted = [sa.bindparam(f"key{number}", type_=sa.String) for number in range(keys)]
+    return sa.select(store.c.name_key, store.c.value).where(
+        store.c.run_key == run, store.c.name_key.in_(wanted)
+    )
 
 
 def _changes(tables: Tables, now: sa.ColumnElement[int]) -> dict[str, sa.ColumnElement[Any]]:
