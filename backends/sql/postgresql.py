@@ -231,7 +231,9 @@ class PostgresqlDialect(ServerDialect):
         with unless_stale(driver):
             cursor.execute(message)
             while True:
-                rows = cursor.fetchall() if cursor.description else ()
+                # Not by its description, which makes an object for each column.
+                has_rows = cursor.pgresult is not None and cursor.pgresult.nfields > 0
+                rows = cursor.fetchall() if has_rows else ()
                 answers.append(Answer(cursor.rowcount, rows))
                 if not cursor.nextset():
                     return answers

@@ -44,8 +44,6 @@ UNREACHABLE = "Look whether the server runs and can be reached from here."
 
 _compiled: dict[Any, Any] = {}
 _engines: dict[tuple[sa.URL, float], sa.Engine] = {}
-_may_be_used: set[tuple[sa.URL, Tables]] = set()
-"""Where all rights have been tried."""
 
 
 class ServerDialect(Dialect):
@@ -226,9 +224,6 @@ class ServerDialect(Dialect):
         """Make the schema of the tables, where that is a thing of its own and missing."""
 
     def _check_rights(self, connection: sa.Connection, tables: Tables, deadline: float) -> None:
-        key = (self._url, tables)
-        if key in _may_be_used:
-            return
         seconds = max(deadline - time.monotonic(), 1.0)
         statements = _without_effect(tables)
         if self.sends_as is not None:
@@ -240,7 +235,6 @@ class ServerDialect(Dialect):
                     connection.execute(statement)
             finally:
                 connection.rollback()
-        _may_be_used.add(key)
 
     def explain(self, error: BaseException) -> Trouble:
         code = self.code(error)
