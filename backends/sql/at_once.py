@@ -9,7 +9,7 @@ answered without what SQLAlchemy does for each statement. All calls may be repea
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from rdzv.backends.sql.roster import (
     live_in,
     look_statement,
     new_row,
+    new_state,
     pulse_statement,
 )
 from rdzv.backends.sql.runs import Run, unique
@@ -61,27 +62,28 @@ class AtOnce:
             "topic": run.topic("roster"),
         }
 
-    def announce(self, values: dict[str, Any], *, is_first: bool, is_again: bool) -> Announced:
-        """Write the entry, or let it live on where it is the same, as it may be if ``is_again``.
-        ``is_first`` also asks for what is over.
+    def announce(self, values: dict[str, Any], *, is_first: bool) -> Announced:
+        """Write the entry, or let it live on where it is the same; ``is_first`` also asks for what
+        is over.
 
         The pulse is of the same transaction, which holds the run's lock: so of those who arrive at
         once one finds that it is alone, and writes the run's first document.
         """
         statements = self._statements
-        announce = statements.announce_again if is_again else statements.announce
-        written = [*announce, statements.pulse_after_announcing]
+        written = [*statements.announce, statements.pulse_after_announcing]
         read = [statements.find] if is_first else []
         values = {**values, **self._constants, "new_revision": unique()}
         answers = self._database.send(written, read, values)
-        announced = answers[len(announce) - 1]
+        announced = answers[len(statements.announce) - 1]
         if not announced.rows:
             self._run.make()
             answers = self._database.send(written, read, values)
-            announced = answers[len(announce) - 1]
+            announced = answers[len(statements.announce) - 1]
         is_new: bool | None = announced.rows[0][0] if announced.rows else None
         has_expired, has_overdue = answers[-1].rows[0] if is_first else (False, False)
-        return Announced(is_new, has_expired, has_overdue, answers[len(announce)].rows[0])
+        return Announced(
+            is_new, has_expired, has_overdue, answers[len(statements.announce)].rows[0]
+        )
 
     def beat(self, values: dict[str, Any]) -> tuple[bool, Sequence[Any]]:
         """Let the entry live on; whether there was one, and the pulse."""
@@ -103,8 +105,6 @@ class _Statements:
     announce: tuple[sa.Executable, ...]
     """The last one's row tells whether the entry is new, NULL where it was there and the same; no
     row where the run has none."""
-    announce_again: tuple[sa.Executable, ...]
-    """Where the entry may be there and the same: then others are told of nothing."""
     pulse_after_announcing: sa.Executable
     extend: sa.Executable
     find: sa.Executable
@@ -134,22 +134,20 @@ def _statements(
         sa.exists().where(runs.c.alive_until < now),
     )
     extend = roster.update().where(is_mine).values(expires_at=from_now(now))
-    look = look_statement(tables, run)
     if language == "mysql":
         announce, pulse = (
             _announcement_to_mysql(tables, run, now),
             pulse_statement(tables, run, now),
         )
-        return _Statements(announce, announce, pulse, extend, find, pulse, look)
-    now_after_waiting = _AFTER_WAITING.c.now
+        look = look_statement(tables, run)
+        return _Statements(announce, pulse, extend, find, pulse, look)
     return _Statements(
         _announcement(tables, run, now),
-        _announcement_again(tables, run, now),
-        pulse_statement(tables, run, now_after_waiting, _AFTER_WAITING, _tell(tables)),
+        _pulse(tables, run, is_told=True),
         extend,
         find,
-        pulse_statement(tables, run, now_after_waiting, _AFTER_WAITING),
-        look,
+        _pulse(tables, run, is_told=False),
+        _look(tables, run),
     )
 
 
@@ -197,6 +195,13 @@ def _announcement(
 ) -> tuple[sa.Executable, ...]:
     """One statement, which also makes the run's row where it is missing."""
     runs = tables.runs
+    same = (
+        tables.roster.update()
+        .where(_same(tables, run, now))
+        .values(expires_at=from_now(now))
+        .returning(sa.literal_column("1").label("one"))
+        .cte("same")
+    )
     changes = _changes(tables, now)
     first = {
         "run_key": run,
@@ -208,30 +213,12 @@ def _announcement(
     changed = (
         postgresql.insert(runs)
         .values(first)
-        .on_conflict_do_update(index_elements=[runs.c.run_key], set_=changes)
+        .on_conflict_do_update(
+            index_elements=[runs.c.run_key],
+            set_=changes,
+            where=sa.not_(sa.exists(sa.select(same.c.one))),
+        )
         .returning(runs.c.arrivals)
-        .cte("changed")
-    )
-    put = _put(tables, run, now, changed)
-    return (
-        sa.select(put.c.arrival == changed.c.arrivals).select_from(put.join(changed, sa.true())),
-    )
-
-
-def _announcement_again(
-    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
-) -> tuple[sa.Executable, ...]:
-    """One statement. Who says the same again does not wait for the run's row."""
-    same = (
-        tables.roster.update()
-        .where(_same(tables, run, now))
-        .values(expires_at=from_now(now))
-        .returning(sa.literal_column("1").label("one"))
-        .cte("same")
-    )
-    changed = (
-        _change_unless(tables, run, now, sa.exists(sa.select(same.c.one)))
-        .returning(tables.runs.c.arrivals)
         .cte("changed")
     )
     put = _put(tables, run, now, changed)
@@ -261,11 +248,56 @@ def _put(
     )
 
 
-def _tell(tables: Tables) -> Callable[[sa.ColumnElement[int]], sa.ColumnElement[Any]]:
-    """Wake who waits for the roster, where it was changed and is no crowd."""
-    is_changed = tables.runs.c.revision == sa.bindparam("new_revision", type_=sa.String)
+def _pulse(tables: Tables, run: sa.ColumnElement[str], *, is_told: bool) -> sa.Select[Any]:
+    """:func:`pulse_statement` as it costs PostgreSQL half. With ``is_told`` it also wakes who waits
+    for the roster, where that was changed and is no crowd."""
+    roster, states, runs, now = tables.roster, tables.states, tables.runs, _AFTER_WAITING.c.now
+    live = (
+        sa.select(
+            _count_of(roster.c.node_key == sa.bindparam("peer")).label("peers"),
+            sa.func.count().label("live"),
+            _count_of(roster.c.label_key == sa.bindparam("label")).label("confirmed"),
+            sa.func.min(roster.c.expires_at).label("expiry"),
+        )
+        .where(live_in(roster, run, now))
+        .lateral("live")
+    )
+    is_changed = runs.c.revision == sa.bindparam("new_revision", type_=sa.String)
     notify = sa.cast(sa.func.pg_notify(sa.bindparam("topic", type_=sa.String), ""), sa.Text)
-    return lambda live: sa.case((sa.and_(is_changed, live <= CROWD + 1), notify), else_=None)
+    tell = sa.case((sa.and_(is_changed, live.c.live <= CROWD + 1), notify), else_=None)
+    return sa.select(
+        states.c.version,
+        states.c.write_id,
+        now - states.c.written_at,
+        runs.c.revision,
+        live.c.peers,
+        live.c.live,
+        live.c.confirmed,
+        live.c.expiry - now,
+        *([tell] if is_told else []),
+    ).select_from(_beside_rows_of_run(_AFTER_WAITING.join(live, sa.true()), tables, run))
+
+
+def _count_of(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
+    return sa.func.count().filter(condition)
+
+
+def _look(tables: Tables, run: sa.ColumnElement[str]) -> sa.Select[Any]:
+    """:func:`look_statement` as it costs PostgreSQL half."""
+    always = sa.select(sa.literal_column("1").label("one")).subquery("always")
+    columns = (tables.states.c.version, tables.states.c.write_id, new_state(tables))
+    return sa.select(*columns, tables.runs.c.revision).select_from(
+        _beside_rows_of_run(always, tables, run)
+    )
+
+
+def _beside_rows_of_run(
+    origin: sa.FromClause, tables: Tables, run: sa.ColumnElement[str]
+) -> sa.Join:
+    """With the document and the run, each of which may be missing."""
+    states, runs = tables.states, tables.runs
+    with_state = origin.outerjoin(states, states.c.run_key == run)
+    return with_state.outerjoin(runs, runs.c.run_key == run)
 
 
 def _announcement_to_mysql(

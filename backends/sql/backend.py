@@ -64,8 +64,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._roster = RosterRows(self._database, self._run.key)
         can_send = dialect.sends_as is not None
         self._at_once = AtOnce(self._database, self._run) if can_send else None
-        self._announced: Entry | None = None
-        """The entry that was announced last."""
+        self._announced = ""
+        """The node that was announced last."""
         self._state_topic, self._roster_topic = map(self._run.topic, ("state", "roster"))
 
     @property
@@ -149,10 +149,9 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         values = {**row_values(entry, ttl, 0), **asked(question)}
         # Who announces itself waits next.
         know = self._database.listen([self._state_topic])
-        last, is_again = self._announced, entry == self._announced
-        is_first = is_again or last is None or last.node_id != entry.node_id
-        announced = roster.announce(values, is_first=is_first, is_again=is_again)
-        self._announced = entry
+        # Not where it confirms a round.
+        announced = roster.announce(values, is_first=entry.node_id != self._announced)
+        self._announced = entry.node_id
         if announced.is_new is not None:
             self._run.touched()
         elif self._run.is_touch_due:

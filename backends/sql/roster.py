@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -129,65 +129,53 @@ def live_in(
 
 
 def pulse_statement(
-    tables: Tables,
-    run: sa.ColumnElement[str],
-    now: sa.ColumnElement[int],
-    moment: sa.Subquery | None = None,
-    tell: Callable[[sa.ColumnElement[int]], sa.ColumnElement[Any]] | None = None,
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
 ) -> sa.Select[Any]:
-    """All of a pulse at one moment; what grows with the number of nodes is read once. ``now`` may
-    be a column of ``moment``. ``tell`` makes one more column of the number of live nodes."""
+    """All of a pulse at one moment; what grows with the number of nodes is read from an index."""
     roster, states, runs = tables.roster, tables.states, tables.runs
-    counted = sa.select(
-        _count_of(roster.c.node_key == sa.bindparam("peer")).label("peers"),
-        sa.func.count().label("live"),
-        _count_of(roster.c.label_key == sa.bindparam("label")).label("confirmed"),
-        sa.func.min(roster.c.expires_at).label("expiry"),
-    ).where(live_in(roster, run, now))
-    live: sa.FromClause = counted.subquery("live")
-    origin = live
-    if moment is not None:
-        live = counted.lateral("live")
-        origin = moment.join(live, sa.true())
+    peer = roster.alias()
+    has_label = sa.case((roster.c.label_key == sa.bindparam("label"), 1), else_=0)
     return sa.select(
-        states.c.version,
-        states.c.write_id,
-        now - states.c.written_at,
-        runs.c.revision,
-        live.c.peers,
-        live.c.live,
-        live.c.confirmed,
-        live.c.expiry - now,
-        *([] if tell is None else [tell(live.c.live)]),
-    ).select_from(_beside_rows_of_run(origin, tables, run))
-
-
-def _count_of(condition: sa.ColumnElement[bool]) -> sa.ColumnElement[int]:
-    return sa.func.coalesce(sa.func.sum(sa.case((condition, 1), else_=0)), 0)
-
-
-def _beside_rows_of_run(
-    origin: sa.FromClause, tables: Tables, run: sa.ColumnElement[str]
-) -> sa.Join:
-    """With the document and the run, each of which may be missing."""
-    states, runs = tables.states, tables.runs
-    with_state = origin.outerjoin(states, states.c.run_key == run)
-    return with_state.outerjoin(runs, runs.c.run_key == run)
+        of_run(states.c.version, run),
+        of_run(states.c.write_id, run),
+        now - of_run(states.c.written_at, run),
+        of_run(runs.c.revision, run),
+        sa.select(sa.func.count())
+        .where(
+            peer.c.run_key == run,
+            peer.c.node_key == sa.bindparam("peer"),
+            peer.c.withdrawn == 0,
+            peer.c.expires_at > now,
+        )
+        .scalar_subquery(),
+        sa.func.count(),
+        sa.func.coalesce(sa.func.sum(has_label), 0),
+        sa.func.min(roster.c.expires_at) - now,
+    ).where(live_in(roster, run, now))
 
 
 def look_statement(tables: Tables, run: sa.ColumnElement[str]) -> sa.Select[Any]:
-    """What a wait looks at: version and write id of the document; the document itself where they
-    are not the caller's, since what it has is not sent to it again; and the roster's revision."""
+    """What a wait looks at: version and write id of the document, :func:`new_state`, and the
+    roster's revision."""
+    states = tables.states
+    new = sa.select(new_state(tables)).where(states.c.run_key == run)
+    return sa.select(
+        of_run(states.c.version, run),
+        of_run(states.c.write_id, run),
+        new.scalar_subquery(),
+        of_run(tables.runs.c.revision, run),
+    )
+
+
+def new_state(tables: Tables) -> sa.ColumnElement[Any]:
+    """The document where its version and write id are not the caller's: what it has is not sent to
+    it again."""
     states = tables.states
     is_old = sa.and_(
         states.c.version == sa.bindparam("old_version", type_=sa.BigInteger),
         states.c.write_id == sa.bindparam("old_write_id", type_=sa.String),
     )
-    new = sa.case((is_old, None), else_=states.c.state)
-    always = sa.select(sa.literal_column("1").label("one")).subquery("always")
-    return sa.select(states.c.version, states.c.write_id, new, tables.runs.c.revision).select_from(
-        _beside_rows_of_run(always, tables, run)
-    )
+    return sa.case((is_old, None), else_=states.c.state)
 
 
 def asked(question: Question) -> dict[str, object]:
@@ -206,6 +194,11 @@ def pulse_of(row: Sequence[Any], present: bool, question: Question) -> Pulse:
         state_age_seconds=None if age is None else max(0, age) / 1000,
         next_expiry_seconds=None if expiry is None else max(0, expiry) / 1000,
     )
+
+
+def of_run(column: sa.Column[Any], run: sa.ColumnElement[str]) -> sa.ScalarSelect[Any]:
+    """The column in the one row that the run has; NULL where it has none."""
+    return sa.select(column).where(column.table.c.run_key == run).scalar_subquery()
 
 
 def token_of(version: Any, write_id: Any) -> Token | None:
