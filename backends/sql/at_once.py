@@ -4,6 +4,8 @@ Of a crowd that arrives, each changes the one row that numbers the arrivals. Who
 over several exchanges lets all others wait for each turn of this process. Here the server goes
 from the lock to the commit by itself. Who waits where nobody tells asks again and again, and is
 answered without what SQLAlchemy does for each statement. All calls may be repeated.
+
+SQLite has no messages. But a transaction there keeps all others out, so it is the shorter for it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from rdzv.backends.sql.base import Language
 from rdzv.backends.sql.engine import Database
@@ -125,9 +127,9 @@ def _statements(
         sa.exists().where(runs.c.alive_until < now),
     )
     is_postgresql = language == "postgresql"
-    announce = _announcement if is_postgresql else _announcement_to_mysql
+    announcements = {"postgresql": _announcement, "sqlite": _announcement_to_sqlite}
     return _Statements(
-        announce(tables, run, now),
+        announcements.get(language or "", _announcement_to_mysql)(tables, run, now),
         roster.update().where(is_mine).values(expires_at=from_now(now)),
         find,
         pulse_statement(tables, run, _NOW_AFTER_WAITING if is_postgresql else now),
@@ -222,16 +224,49 @@ def _announcement_to_mysql(
     was_live = sa.and_(roster.c.withdrawn == 0, roster.c.expires_at > now)
     place = ("arrival", sa.case((was_live, roster.c.arrival), else_=runs.c.arrivals))
     others = [(name, row[name]) for name in row if name not in keys and name != "arrival"]
-    is_mine = sa.and_(roster.c.run_key == run, roster.c.node_key == row["node_key"])
-    is_changed = runs.c.revision == sa.bindparam("new_revision", type_=sa.String)
-    told = (
-        sa.select(sa.case((is_changed, roster.c.arrival == runs.c.arrivals), else_=None))
-        .select_from(roster.join(runs, runs.c.run_key == roster.c.run_key))
-        .where(is_mine)
-    )
     is_same = sa.exists(sa.select(roster.c.node_key).where(_same(tables, run, now)))
     return (
         _change(tables, run, now, is_same),
         put.on_duplicate_key_update([place, *others]),
-        told,
+        _told(tables, run, row),
+    )
+
+
+def _announcement_to_sqlite(
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
+) -> tuple[sa.Executable, ...]:
+    """The same three."""
+    roster, runs = tables.roster, tables.runs
+    row = {**new_row(run, now), "arrival": runs.c.arrivals}
+    put = sqlite.insert(roster).from_select(
+        list(row), sa.select(*row.values()).where(runs.c.run_key == run)
+    )
+    new: dict[str, Any] = {
+        name: put.excluded[name] for name in row if name not in roster.primary_key
+    }
+    # Who is live keeps its place.
+    was_live = sa.and_(roster.c.withdrawn == 0, roster.c.expires_at > now)
+    new["arrival"] = sa.case((was_live, roster.c.arrival), else_=put.excluded.arrival)
+    until = now + sa.bindparam("lifetime", type_=sa.BigInteger)
+    is_same = sa.exists(sa.select(roster.c.node_key).where(_same(tables, run, now)))
+    return (
+        # Its largest of two is called otherwise.
+        _change(tables, run, now, is_same).values(
+            alive_until=sa.func.max(runs.c.alive_until, until)
+        ),
+        put.on_conflict_do_update(index_elements=list(roster.primary_key), set_=new),
+        _told(tables, run, row),
+    )
+
+
+def _told(
+    tables: Tables, run: sa.ColumnElement[str], row: dict[str, Any]
+) -> sa.Select[tuple[bool | None]]:
+    """Whether the entry is new, after it was put; NULL where the run's row was left alone."""
+    roster, runs = tables.roster, tables.runs
+    is_changed = runs.c.revision == sa.bindparam("new_revision", type_=sa.String)
+    return (
+        sa.select(sa.case((is_changed, roster.c.arrival == runs.c.arrivals), else_=None))
+        .select_from(roster.join(runs, runs.c.run_key == roster.c.run_key))
+        .where(roster.c.run_key == run, roster.c.node_key == row["node_key"])
     )
