@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from rdzv.address import is_own, join_host_port, resolve
 from rdzv.backends import c10d_threads
+from rdzv.backends.c10d_file import GuardedFileStore
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,
@@ -235,6 +236,7 @@ class FilePlace:
         self._path = Path(path)
         self._lifetime_seconds = lifetime_seconds
         self._was_here = False
+        self._mine = threading.local()
 
     def open(self, seconds: float) -> None:
         """Make the file. Raises ``RendezvousSettingsError`` where that cannot be,
@@ -269,15 +271,27 @@ class FilePlace:
     def close(self) -> None:
         """Nothing is held open."""
 
+    def exclusive(self) -> contextlib.AbstractContextManager[object]:
+        """For what takes several steps: alone among all that use this file."""
+        return self.turn()
+
     @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """For what takes several steps: alone among all that use this file in this way."""
-        with self._lock_file() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    def turn(self, *, shared: bool = False) -> Iterator[None]:
+        """Alone among all that use this file; with ``shared``, beside others that only read. Whose
+        turn it is may take another."""
+        if getattr(self._mine, "is_my_turn", False):
             yield
+            return
+        with self._lock_file() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            self._mine.is_my_turn = True
+            try:
+                yield
+            finally:
+                self._mine.is_my_turn = False
 
     def _lock_file(self) -> TextIO:
-        return self._path.with_name(self._path.name + ".lock").open("a")
+        return self._path.with_name(self._path.name + ".lock").open("a+")
 
     def _lock_within(self, lock: TextIO, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -323,30 +337,6 @@ class FilePlace:
         if now - self._path.stat().st_mtime > self._lifetime_seconds:
             logger.warning("%s was left by a run that has ended; it is begun anew", self._path)
             self._path.unlink()
-
-
-class GuardedFileStore:
-    """torch's FileStore, which would make a file anew that was removed, and go on.
-
-    It opens its path for every call, and once more when it is given up. In a file that has taken
-    the place of its own it would read on from the middle of a record, and at the end for ever, with
-    the file's lock held, and in the latter case Python's. So its path is that of a descriptor of
-    the file that it began with.
-    """
-
-    def __init__(self, place: FilePlace, path: Path) -> None:
-        self._place = place
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._store: Any = dist.FileStore(f"{c10d_threads.OPEN_FILES}/{self._descriptor}", -1)
-
-    def __getattr__(self, name: str) -> Any:
-        if self._place.inode() != os.fstat(self._descriptor).st_ino:
-            raise OSError(errno.ESTALE, "the file was replaced by another")
-        return getattr(self._store, name)
-
-    def __del__(self) -> None:
-        self._store = None  # it writes to the file: not after another has taken the descriptor
-        os.close(self._descriptor)
 
 
 Place = TcpPlace | FilePlace

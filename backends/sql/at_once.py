@@ -4,17 +4,19 @@ Of a crowd that arrives, each changes the one row that numbers the arrivals. Who
 over several exchanges lets all others wait for each turn of this process. Here the server goes
 from the lock to the commit by itself. Who waits where nobody tells asks again and again, and is
 answered without what SQLAlchemy does for each statement. All calls may be repeated.
+
+SQLite has no messages. But a transaction there keeps all others out, so it is the shorter for it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from rdzv.backends.sql.base import Language
 from rdzv.backends.sql.engine import Database
@@ -134,21 +136,18 @@ def _statements(
         sa.exists().where(runs.c.alive_until < now),
     )
     extend = roster.update().where(is_mine).values(expires_at=from_now(now))
-    if language == "mysql":
-        announce, pulse = (
-            _announcement_to_mysql(tables, run, now),
-            pulse_statement(tables, run, now),
+    if language == "postgresql":
+        return _Statements(
+            _announcement(tables, run, now),
+            _pulse(tables, run, is_told=True),
+            extend,
+            find,
+            _pulse(tables, run, is_told=False),
+            _look(tables, run),
         )
-        look = look_statement(tables, run)
-        return _Statements(announce, pulse, extend, find, pulse, look)
-    return _Statements(
-        _announcement(tables, run, now),
-        _pulse(tables, run, is_told=True),
-        extend,
-        find,
-        _pulse(tables, run, is_told=False),
-        _look(tables, run),
-    )
+    announcement = _announcement_to_sqlite if language == "sqlite" else _announcement_to_mysql
+    pulse, look = pulse_statement(tables, run, now), look_statement(tables, run)
+    return _Statements(announcement(tables, run, now), pulse, extend, find, pulse, look)
 
 
 @functools.cache
@@ -162,7 +161,9 @@ def values_statement(tables: Tables, keys: int) -> sa.Select[Any]:
     )
 
 
-def _changes(tables: Tables, now: sa.ColumnElement[int]) -> dict[str, sa.ColumnElement[Any]]:
+def _changes(
+    tables: Tables, now: sa.ColumnElement[int], greatest: Callable[..., Any] = sa.func.greatest
+) -> dict[str, sa.ColumnElement[Any]]:
     """Number an arrival, and keep the run's records."""
     runs = tables.runs
     until = now + sa.bindparam("lifetime", type_=sa.BigInteger)
@@ -170,15 +171,8 @@ def _changes(tables: Tables, now: sa.ColumnElement[int]) -> dict[str, sa.ColumnE
         "revision": sa.bindparam("new_revision", type_=sa.String),
         "arrivals": runs.c.arrivals + 1,
         # Others may keep the same run for longer.
-        "alive_until": sa.func.greatest(runs.c.alive_until, until),
+        "alive_until": greatest(runs.c.alive_until, until),
     }
-
-
-def _change_unless(
-    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int], unless: sa.Exists
-) -> sa.Update:
-    is_run = tables.runs.c.run_key == run
-    return tables.runs.update().where(is_run, sa.not_(unless)).values(_changes(tables, now))
 
 
 def _same(
@@ -315,16 +309,47 @@ def _announcement_to_mysql(
     was_live = sa.and_(roster.c.withdrawn == 0, roster.c.expires_at > now)
     place = ("arrival", sa.case((was_live, roster.c.arrival), else_=runs.c.arrivals))
     others = [(name, row[name]) for name in row if name not in keys and name != "arrival"]
-    is_mine = sa.and_(roster.c.run_key == run, roster.c.node_key == row["node_key"])
-    is_changed = runs.c.revision == sa.bindparam("new_revision", type_=sa.String)
-    told = (
-        sa.select(sa.case((is_changed, roster.c.arrival == runs.c.arrivals), else_=None))
-        .select_from(roster.join(runs, runs.c.run_key == roster.c.run_key))
-        .where(is_mine)
-    )
     is_same = sa.exists(sa.select(roster.c.node_key).where(_same(tables, run, now)))
     return (
-        _change_unless(tables, run, now, is_same),
+        runs.update().where(runs.c.run_key == run, sa.not_(is_same)).values(_changes(tables, now)),
         put.on_duplicate_key_update([place, *others]),
-        told,
+        _told(tables, run, row),
+    )
+
+
+def _announcement_to_sqlite(
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
+) -> tuple[sa.Executable, ...]:
+    """The same three."""
+    roster, runs = tables.roster, tables.runs
+    row = {**new_row(run, now), "arrival": runs.c.arrivals}
+    put = sqlite.insert(roster).from_select(
+        list(row), sa.select(*row.values()).where(runs.c.run_key == run)
+    )
+    new: dict[str, Any] = {
+        name: put.excluded[name] for name in row if name not in roster.primary_key
+    }
+    # Who is live keeps its place.
+    was_live = sa.and_(roster.c.withdrawn == 0, roster.c.expires_at > now)
+    new["arrival"] = sa.case((was_live, roster.c.arrival), else_=put.excluded.arrival)
+    is_same = sa.exists(sa.select(roster.c.node_key).where(_same(tables, run, now)))
+    # Its largest of two is called otherwise.
+    changes = _changes(tables, now, sa.func.max)
+    return (
+        runs.update().where(runs.c.run_key == run, sa.not_(is_same)).values(changes),
+        put.on_conflict_do_update(index_elements=list(roster.primary_key), set_=new),
+        _told(tables, run, row),
+    )
+
+
+def _told(
+    tables: Tables, run: sa.ColumnElement[str], row: dict[str, Any]
+) -> sa.Select[tuple[bool | None]]:
+    """Whether the entry is new, after it was put; NULL where the run's row was left alone."""
+    roster, runs = tables.roster, tables.runs
+    is_changed = runs.c.revision == sa.bindparam("new_revision", type_=sa.String)
+    return (
+        sa.select(sa.case((is_changed, roster.c.arrival == runs.c.arrivals), else_=None))
+        .select_from(roster.join(runs, runs.c.run_key == roster.c.run_key))
+        .where(roster.c.run_key == run, roster.c.node_key == row["node_key"])
     )

@@ -20,7 +20,7 @@ from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
 from rdzv.errors import RendezvousError
 
-Language = Literal["postgresql", "mysql"]
+Language = Literal["postgresql", "mysql", "sqlite"]
 
 PATIENCE_SECONDS = 2.0
 """Who waits again so soon is still waiting for the same."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import random
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from rdzv.backends.sql import files
-from rdzv.backends.sql.base import ChangeSignal, Dialect, Pace, Rest, Trouble
+from rdzv.backends.sql.base import Answer, ChangeSignal, Dialect, Pace, Rest, Trouble
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
@@ -30,6 +33,10 @@ from rdzv.errors import (
 
 CONNECTIONS_MAX = 16
 PACE = Pace(0.005, 0.02, 0.005)
+LOCK_PACE = Pace(0.002, 0.02, 0.2)
+"""How often one process looks whether another one still writes."""
+TURN_SECONDS_MAX = 1.0
+BUSY_MILLISECONDS_STEP = 100
 
 
 class SqliteDialect(Dialect):
@@ -37,6 +44,7 @@ class SqliteDialect(Dialect):
 
     driver_error = sqlite3.Error
     connections_max = CONNECTIONS_MAX
+    sends_as = "sqlite"
     # unixepoch('subsec') would need SQLite 3.42.
     now = sa.literal_column(
         "CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER)", sa.BigInteger
@@ -75,7 +83,7 @@ class SqliteDialect(Dialect):
                 raise RendezvousSettingsError(self._missing())
             with files.directory_lock(self._path.parent, deadline):
                 self._make(tables, deadline)
-        except sa.exc.DatabaseError as error:
+        except (sa.exc.DatabaseError, sqlite3.DatabaseError) as error:
             if "not a database" in str(error):
                 raise RendezvousSettingsError(
                     f"{self._path} exists and is not an SQLite database: give another path, or "
@@ -96,7 +104,7 @@ class SqliteDialect(Dialect):
         if not self._path.exists():
             files.remove_side_files(self._path)
         with _one_connection(lambda: self._connect("rwc")) as connection:
-            self._set_busy_timeout(connection, deadline - time.monotonic())
+            self._limit(_driver(connection), deadline - time.monotonic())
             # WAL keeps an index in shared memory, which machines do not share.
             is_shared = files.is_network(self._filesystem)
             self._set_journal_mode(connection, "DELETE" if is_shared else "WAL", deadline)
@@ -142,13 +150,57 @@ class SqliteDialect(Dialect):
 
     def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
         connection.begin()
-        self._set_busy_timeout(connection, seconds)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+        driver = _driver(connection)
+        if not write:
+            self._limit(driver, seconds)
+            driver.execute("BEGIN")
+            return
+        with _turn(self._path, seconds) as deadline:
+            self._begin_to_write(driver, deadline)
 
-    def _set_busy_timeout(self, connection: sa.Connection, seconds: float) -> None:
-        driver = connection.connection.driver_connection
-        assert driver is not None
-        driver.execute(f"PRAGMA busy_timeout={max(1, round(seconds * 1000))}")
+    def _begin_to_write(self, driver: sqlite3.Connection, deadline: float) -> None:
+        """Wait for the lock that one alone has who writes. SQLite itself would look ever more
+        seldom, at last every 0.1 s, and let those who come later go first."""
+        begun = time.monotonic()
+        driver.execute("PRAGMA busy_timeout=0")
+        while True:
+            try:
+                driver.execute("BEGIN IMMEDIATE")
+                break
+            except sqlite3.OperationalError as error:
+                now = time.monotonic()
+                if "locked" not in str(error) or now >= deadline:
+                    raise
+            pause = LOCK_PACE.seconds(now - begun)
+            time.sleep(min(deadline - now, random.uniform(pause / 2, pause)))
+        self._limit(driver, deadline - time.monotonic())
+
+    def _limit(self, driver: sqlite3.Connection, seconds: float) -> None:
+        """Let nothing on this connection wait longer for a lock."""
+        # The driver keeps what it has compiled, by its text.
+        milliseconds = max(1, round(seconds * 1000))
+        if milliseconds > BUSY_MILLISECONDS_STEP:
+            milliseconds -= milliseconds % BUSY_MILLISECONDS_STEP
+        driver.execute(f"PRAGMA busy_timeout={milliseconds}")
+
+    def send(
+        self,
+        connection: sa.Connection,
+        written: Sequence[sa.Executable],
+        read: Sequence[sa.Executable],
+        values: dict[str, Any],
+        seconds: float,
+    ) -> list[Answer]:
+        texts = [_compiled(each) for each in (*written, *read)]
+        driver = _driver(connection)
+        if not written:
+            self._limit(driver, seconds)
+            return [_answer(driver, text, values) for text in texts]
+        with _turn(self._path, seconds) as deadline:
+            self._begin_to_write(driver, deadline)
+            answers = [_answer(driver, text, values) for text in texts[: len(written)]]
+            driver.execute("COMMIT")
+        return answers + [_answer(driver, text, values) for text in texts[len(written) :]]
 
     def signal(self) -> ChangeSignal:
         return DataVersion(self._open)
@@ -228,10 +280,78 @@ def _meaning(text: str) -> tuple[type[RendezvousError], str]:
     return RendezvousConnectionError, "Try again, or look at the file."
 
 
-def _sqlite_engine(creator: Callable[[], sqlite3.Connection]) -> sa.Engine:
-    return sa.create_engine(
-        "sqlite://", creator=creator, poolclass=sa.NullPool, pool_reset_on_return=None
+@functools.cache
+def _common_engine() -> sa.Engine:
+    """Whose dialect has seen a connection, and so knows what SQLite can do."""
+    engine = sa.create_engine("sqlite://", poolclass=sa.NullPool)
+    with engine.connect():
+        return engine
+
+
+_statements: dict[Any, Any] = {}
+"""What SQLAlchemy has compiled, for all engines alike."""
+
+
+def _sqlite_engine(creator: Callable[[], Any]) -> sa.Engine:
+    """An engine whose connections ``creator`` opens. To make one by ``create_engine``, and to
+    compile each statement for it anew, would take longer than a rendezvous."""
+    common = _common_engine()
+    return sa.Engine(
+        sa.NullPool(creator, dialect=common.dialect, reset_on_return=None),
+        common.dialect,
+        common.url,
+        execution_options={"compiled_cache": _statements},
     )
+
+
+def _driver(connection: sa.Connection) -> sqlite3.Connection:
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    return driver
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A statement as SQLite takes it, and the values that it holds itself."""
+
+    text: str
+    constants: dict[str, Any]
+
+
+@functools.cache
+def _compiled(statement: sa.Executable) -> _Text:
+    compiled: Any = statement.compile(  # type: ignore[attr-defined]
+        dialect=sqlite_dialect.dialect(paramstyle="named")
+    )
+    constants = {name: value for name, value in compiled.params.items() if value is not None}
+    return _Text(compiled.string, constants)
+
+
+_turns: dict[Path, threading.Lock] = {}
+os.register_at_fork(after_in_child=_turns.clear)
+
+
+@contextlib.contextmanager
+def _turn(path: Path, seconds: float) -> Iterator[float]:
+    """Alone among the threads of this process, with the end of these ``seconds``: each is woken as
+    soon as it may go on, where SQLite would let it look again and again, and none of those who wait
+    takes Python's lock from it. It is SQLite's lock that keeps others out: one that is not given
+    back, since a signal handler has raised an error just then, costs a moment, once."""
+    deadline = time.monotonic() + seconds
+    lock = _turns.setdefault(path, threading.Lock())
+    is_mine = lock.acquire(timeout=min(max(0.0, seconds), TURN_SECONDS_MAX))
+    if not is_mine:
+        _turns[path] = threading.Lock()
+    try:
+        yield deadline
+    finally:
+        if is_mine:
+            lock.release()
+
+
+def _answer(driver: sqlite3.Connection, text: _Text, values: dict[str, Any]) -> Answer:
+    cursor = driver.execute(text.text, {**text.constants, **values})
+    return Answer(cursor.rowcount, cursor.fetchall())
 
 
 @contextlib.contextmanager

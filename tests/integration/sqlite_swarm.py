@@ -12,13 +12,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from rdzv.backends.sql import SqlBackend
+from rdzv.backends.sql import SqlBackend, sqlite
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
@@ -71,15 +73,19 @@ def fork_while_busy(path: str) -> int:
     entered, leave = threading.Event(), threading.Event()
 
     def stay(connection: object) -> None:
-        entered.set()
-        leave.wait(30)
+        # Also where one that writes has its turn, which no thread of the child would end.
+        with sqlite._turn(Path(path).resolve(), 30):
+            entered.set()
+            leave.wait(30)
 
     staying = threading.Thread(target=lambda: backend._database.read(stay))
     staying.start()
     entered.wait(30)
 
     def in_child() -> None:
+        started = time.monotonic()
         assert other.set_state(b"from the child")
+        assert time.monotonic() - started < sqlite.TURN_SECONDS_MAX
         with pytest.raises(RendezvousConnectionError, match="forked in the middle"):
             backend.get_state()
 

@@ -398,6 +398,10 @@ def test_a_locked_file_is_an_error_in_time(space: SqliteTarget) -> None:
         with pytest.raises(RendezvousConnectionError, match=r"locked.*read_timeout"):
             backend.set_state(b"y", found[1])
         assert 0.25 <= time.monotonic() - started < 5
+        started = time.monotonic()
+        with pytest.raises(RendezvousConnectionError, match=r"locked.*read_timeout"):
+            backend.announce(Entry("node", b""), 60.0, Question())
+        assert 0.25 <= time.monotonic() - started < 5
         # Reading needs no lock.
         assert backend.get_state() == found
         holder.execute("COMMIT")

@@ -107,6 +107,80 @@ def test_a_file_of_something_else_is_left_as_it_is(
     assert path.read_text() == "import torch\n"
 
 
+WITH_HALF_A_RECORD = """
+import struct, sys
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from rdzv import registry
+from rdzv.ports import Entry, Question
+
+def opened():
+    times = {"close_timeout": "1", "read_timeout": "5"}
+    parameters = RendezvousParameters("filestore", sys.argv[1], "job", 1, 1, **times)
+    return registry.open_backend(parameters)
+
+key, value = b"/rdzv/a key", b"a value"
+record = struct.pack("=I", len(key)) + key + struct.pack("=I", len(value)) + value
+backend, store = opened()
+token = backend.set_state(b"0")[1]
+backend.announce(Entry("node", b"", "round"), 60.0, Question())
+for cut in range(1, len(record)):
+    with open(sys.argv[1], "ab") as file:
+        file.write(record[:cut])
+    if cut % 4 == 0:
+        assert backend.get_state()[0] == str(cut - 1).encode()
+    elif cut % 4 == 1:
+        store.set("key", str(cut))
+        assert store.get("key") == str(cut).encode()
+    elif cut % 4 == 2:
+        assert backend.beat("node", 60.0, Question()).present
+    else:
+        other, its_store = opened()
+        assert other.get_state()[0] == str(cut - 1).encode()
+        its_store.append("text", str(cut))
+        other.close()
+    state, token, mine = backend.set_state(str(cut).encode(), token)
+    assert mine
+assert store.get("key") == b"25"
+backend.close()
+"""
+
+
+def test_half_a_record_is_cut_off(tmp_path: Path) -> None:
+    """A process that is killed within a write leaves it; torch reads on after it for ever."""
+    run_apart(WITH_HALF_A_RECORD, str(tmp_path / "store"))
+
+
+ON_A_FULL_DISK = """
+import os, resource, signal, sys
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousConnectionError
+from rdzv import registry
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+times = {"close_timeout": "1", "read_timeout": "5"}
+parameters = RendezvousParameters("filestore", sys.argv[1], "job", 1, 1, **times)
+backend, store = registry.open_backend(parameters)
+store.set("key", "before")
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+for room in range(3, 60, 7):
+    size = os.stat(sys.argv[1]).st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, hard))
+    try:
+        store.set("key", 100 * "x")
+    except RuntimeError:
+        pass
+    else:
+        raise AssertionError("there is no room for it")
+    assert os.stat(sys.argv[1]).st_size > size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert store.get("key") == b"before"
+backend.close()
+"""
+
+
+def test_a_disk_that_was_full_loses_what_did_not_fit(tmp_path: Path) -> None:
+    run_apart(ON_A_FULL_DISK, str(tmp_path / "store"))
+
+
 def test_a_lock_that_somebody_keeps_is_not_waited_for_for_ever(
     opened: list[Any], tmp_path: Path
 ) -> None:
