@@ -181,7 +181,7 @@ class SqlClient(StoreClient):
         values = {"run": self._run.key, **{f"key{n}": key for n, key in enumerate(keys)}}
         with _translated():
             [answer] = self._database.send([], [statement], values)
-        found = {key: self._rows.checked(value) for key, value in answer.rows}
+            found = {key: self._rows.checked(value) for key, value in answer.rows}
         return [found.get(key) for key in keys]
 
     def set_many(self, pairs: Sequence[tuple[str, bytes]], operation: str) -> None:

@@ -64,16 +64,16 @@ class AtOnce:
             "topic": run.topic("roster"),
         }
 
-    def announce(self, values: dict[str, Any], *, is_first: bool) -> Announced:
-        """Write the entry, or let it live on where it is the same; ``is_first`` also asks for what
-        is over.
+    def announce(self, values: dict[str, Any], *, finds: bool) -> Announced:
+        """Write the entry, or let it live on where it is the same; ``finds`` also asks for what is
+        over.
 
         The pulse is of the same transaction, which holds the run's lock: so of those who arrive at
         once one finds that it is alone, and writes the run's first document.
         """
         statements = self._statements
         written = [*statements.announce, statements.pulse_after_announcing]
-        read = [statements.find] if is_first else []
+        read = [statements.find] if finds else []
         values = {**values, **self._constants, "new_revision": unique()}
         answers = self._database.send(written, read, values)
         announced = answers[len(statements.announce) - 1]
@@ -82,7 +82,7 @@ class AtOnce:
             answers = self._database.send(written, read, values)
             announced = answers[len(statements.announce) - 1]
         is_new: bool | None = announced.rows[0][0] if announced.rows else None
-        has_expired, has_overdue = answers[-1].rows[0] if is_first else (False, False)
+        has_expired, has_overdue = answers[-1].rows[0] if finds else (False, False)
         return Announced(
             is_new, has_expired, has_overdue, answers[len(statements.announce)].rows[0]
         )
@@ -217,7 +217,8 @@ def _announcement(
     )
     put = _put(tables, run, now, changed)
     told = sa.select(put.c.arrival == changed.c.arrivals).select_from(put.join(changed, sa.true()))
-    return (told.union_all(sa.select(sa.null()).select_from(same)),)
+    # First met inside of an ON CONFLICT, it would lose its schema.
+    return (told.add_cte(same).union_all(sa.select(sa.null()).select_from(same)),)
 
 
 def _put(

@@ -64,8 +64,6 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._roster = RosterRows(self._database, self._run.key)
         can_send = dialect.sends_as is not None
         self._at_once = AtOnce(self._database, self._run) if can_send else None
-        self._announced = ""
-        """The node that was announced last."""
         self._state_topic, self._roster_topic = map(self._run.topic, ("state", "roster"))
 
     @property
@@ -149,9 +147,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         values = {**row_values(entry, ttl, 0), **asked(question)}
         # Who announces itself waits next.
         know = self._database.listen([self._state_topic])
-        # Not where it confirms a round.
-        announced = roster.announce(values, is_first=entry.node_id != self._announced)
-        self._announced = entry.node_id
+        # Who confirms a round has asked before.
+        announced = roster.announce(values, finds=not entry.round_label)
         if announced.is_new is not None:
             self._run.touched()
         elif self._run.is_touch_due:
