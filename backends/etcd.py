@@ -38,6 +38,9 @@ WAIT_SLICE_SECONDS_MAX = 5.0
 """A longer wait looks in between, in case that a watch has died without a word."""
 TRIES_MAX = 8
 PAUSE_SECONDS = 0.1
+FRESH_SHARE = 1 / 16
+"""Of the time to live: a lease that was kept alive so shortly ago need not be once more. Nodes that
+come together announce themselves and confirm their round within that time."""
 _TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{MARK.pattern.decode()})")
 
 
@@ -77,6 +80,13 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         """What this object has announced, or beaten for."""
         self._granted: dict[int, int] = {}
         """The times to live that leases got, by those that were asked for: etcd has a least."""
+        self._fresh: dict[int, tuple[int, float]] = {}
+        """The leases of this object's nodes: for how long they live from which moment on."""
+        self._asked = [
+            self._etcd.get(self._version),
+            self._etcd.get(self._roster),
+            self._etcd.get(self._nodes, end_of(self._nodes), count_only=True),
+        ]
 
     @property
     def name(self) -> str:
@@ -299,7 +309,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 present = now is not None
                 return self._pulse(answer, question, present, True, thoroughly=True)
             # Somebody else has announced it, or it is to live for another time.
-            row, is_kept = now, self._keep(now, seconds)
+            is_other, row = now != row, now
+            is_kept = is_other and self._keep(now, seconds)
             if not is_kept:
                 lease = self._grant(seconds)
                 moved = self._put(row.entry, row, lease, question, has_changed=False)
@@ -358,46 +369,56 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             operations += self._label(row.entry)
         if has_changed:
             operations.append(etcd.put(self._roster, uuid.uuid4().bytes))
+        if has_changed and row is None:  # whoever leaves a tombstone takes the entry away with it
             operations.append(etcd.delete(self._gone + node))
         return etcd.write(
             [etcd.is_at(key, 0 if row is None else row.revision)],
-            [*operations, *self._questions(entry.node_id, question)],
+            [*operations, *self._questions(question)],
             [etcd.get(key)],
         )
 
     def _keep(self, row: _Row, seconds: int) -> bool:
-        """Keep a lease alive. Whether it is there and lives for so long."""
+        """Keep a lease alive, if it was not just now. Whether it is there, as far as is known, and
+        lives for so long."""
+        now = time.monotonic()
+        known_seconds, kept_at = self._fresh.get(row.lease, (0, now))
+        if known_seconds == seconds and now - kept_at < seconds * FRESH_SHARE:
+            return True
         lives = self._etcd.keep_alive(row.lease)
-        return lives > 0 and lives == self._granted.get(seconds, seconds)
+        is_kept = lives > 0 and lives == self._granted.get(seconds, seconds)
+        if is_kept:
+            self._fresh[row.lease] = seconds, now
+        return is_kept
 
     def _grant(self, seconds: int) -> int:
+        now = time.monotonic()
         lease, granted = self._etcd.grant(seconds)
         self._granted[seconds] = granted
+        self._fresh[lease] = seconds, now
         return lease
 
     def _remember(self, node_id: str, row: _Row | None) -> None:
         if row is None:
-            self._rows.pop(node_id, None)
+            left = self._rows.pop(node_id, None)
+            if left is not None:
+                self._fresh.pop(left.lease, None)
         else:
             self._rows[node_id] = row
 
     def _look(self, node_id: str, question: Question) -> Any:
         self._etcd.refresh()
         key = self._nodes + raw(node_id)
-        return self._etcd.read(self._etcd.get(key), *self._questions(node_id, question))
+        return self._etcd.read(self._etcd.get(key), *self._questions(question))
 
-    def _questions(self, node_id: str, question: Question) -> list[Any]:
-        """What a pulse is made of, the last five of a transaction's answers."""
-        etcd = self._etcd
-        peer = self._nodes + raw(question.peer_id)
-        label = self._labels + digest(question.round_label) + b"/"
-        return [
-            etcd.get(self._version),
-            etcd.get(self._roster),
-            etcd.get(self._nodes, end_of(self._nodes), count_only=True),
-            etcd.get(peer, count_only=True),
-            etcd.get(label, end_of(label), count_only=True),
-        ]
+    def _questions(self, question: Question) -> list[Any]:
+        """What a pulse is made of, the last of a transaction's answers."""
+        etcd, asked = self._etcd, list(self._asked)
+        if question.peer_id:
+            asked.append(etcd.get(self._nodes + raw(question.peer_id), count_only=True))
+        if question.round_label:
+            label = self._labels + digest(question.round_label) + b"/"
+            asked.append(etcd.get(label, end_of(label), count_only=True))
+        return asked
 
     def _pulse(
         self,
@@ -408,7 +429,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         *,
         thoroughly: bool = False,
     ) -> Pulse:
-        version, roster, live, peer, confirmed = (range_of(answer, at) for at in range(-5, 0))
+        count = len(self._asked) + bool(question.peer_id) + bool(question.round_label)
+        version, roster, live, *more = (range_of(answer, at) for at in range(-count, 0))
         token, age = None, None
         if listens:  # who waits, and does not run yet, hears of writes by its wait
             self._follower.listen()
@@ -420,8 +442,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             live=live.count,
             revision=self._revision(roster),
             present=present,
-            peer_live=peer.count > 0,
-            confirmed=confirmed.count if question.round_label else 0,
+            peer_live=bool(question.peer_id) and more[0].count > 0,
+            confirmed=more[-1].count if question.round_label else 0,
             state_age_seconds=age,
         )
 

@@ -94,7 +94,9 @@ class Roster(ABC):
         """Write the caller's entry and let it live ``ttl_seconds`` from now.
 
         A node that is live keeps its place in the order of arrival; one that had expired or
-        withdrawn arrives anew. Costs O(1), whatever the number of nodes.
+        withdrawn arrives anew. A backend may let a sign of life count that came within the last
+        sixteenth of ``ttl_seconds``, here and in :meth:`beat`, instead of another one. Costs O(1),
+        whatever the number of nodes.
         """
 
     @abstractmethod

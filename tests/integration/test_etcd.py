@@ -38,6 +38,10 @@ SHORT_LIFE = EtcdOptions(outage_timeout_seconds=2.0, closed_grace_seconds=0.4)
 EXPIRY_SECONDS_MAX = 20.0
 
 
+LONG_TTL_SECONDS = 600.0
+"""A sixteenth of it is longer than a machine stalls."""
+
+
 def by_itself(number: int) -> EtcdOptions:
     """What lets a node share nothing with others of this process, as if it were in one of its
     own."""
@@ -133,7 +137,8 @@ def test_a_forked_process_makes_connections_of_its_own(server: Any, opened: Any)
 def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
     server: Any, raw: Any, opened: Any
 ) -> None:
-    joins, firsts, beats = [], [], []
+    joins, confirmations, beats = [], [], []
+    question = Question("node0", "round")
     for nodes in (8, 128):
         backend = opened(EtcdRendezvousBackend(server.endpoint(), f"{nodes} nodes"))
         backend.set_state(b"document")
@@ -147,24 +152,45 @@ def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
         }
         before = handled(server)
         for name, node in newcomers.items():
-            node.announce(Entry(name, b""), TTL_SECONDS, Question("node0", "round"))
+            node.announce(Entry(name, b""), LONG_TTL_SECONDS, question)
         joined = handled(server)
         for name, node in newcomers.items():
-            node.beat(name, TTL_SECONDS, Question("node0", "round"))
+            node.announce(Entry(name, b"confirms", "round"), LONG_TTL_SECONDS, question)
         ages = [node._follower.ages for node in newcomers.values()]
         until(partial(_all_heard, ages))
-        ran = handled(server)
+        confirmed = handled(server)
         for name, node in newcomers.items():
-            node.beat(name, TTL_SECONDS, Question("node0", "round"))
+            node._fresh.clear()  # as if a sixteenth of the time had passed
+            node.beat(name, LONG_TTL_SECONDS, question)
         joins.append(difference(before, joined))
-        firsts.append(difference(joined, ran))
-        beats.append(difference(ran, handled(server)))
+        confirmations.append(difference(joined, confirmed))
+        beats.append(difference(confirmed, handled(server)))
     # Eight nodes each: the run's lease, the document's, one of their own, and an entry.
     once = {"LeaseKeepAlive": 8, "LeaseTimeToLive": 8, "LeaseGrant": 8, "Txn": 8}
     assert joins == [once, once]
-    # The first one begins to watch, and looks once when it does.
-    assert firsts == [{"LeaseKeepAlive": 8, "Txn": 16, "Watch": 8}] * 2
+    # A lease that is that young is not kept alive. Who runs begins to watch, and looks once then.
+    assert confirmations == [{"Txn": 16, "Watch": 8}] * 2
     assert beats == [{"LeaseKeepAlive": 8, "Txn": 8}] * 2
+
+
+def test_a_lease_that_was_kept_alive_just_now_is_not_kept_alive_again_unless_it_is_another(
+    server: Any, opened: Any
+) -> None:
+    node = opened(EtcdRendezvousBackend(server.endpoint(), "fresh"))
+    other = opened(EtcdRendezvousBackend(server.endpoint(), "fresh"))
+    entry = Entry("node", b"")
+    node.announce(entry, LONG_TTL_SECONDS, Question())
+    before = handled(server)
+    node.beat("node", LONG_TTL_SECONDS, Question())
+    assert difference(before, handled(server)).get("LeaseKeepAlive", 0) == 0
+    before = handled(server)
+    node.beat("node", 2 * LONG_TTL_SECONDS, Question())
+    asked = difference(before, handled(server))
+    assert (asked["LeaseKeepAlive"], asked["LeaseGrant"]) == (1, 1), "it lives for another time"
+    other.withdraw("node", LONG_TTL_SECONDS)
+    assert not node.beat("node", 2 * LONG_TTL_SECONDS, Question()).present
+    assert node.announce(entry, 2 * LONG_TTL_SECONDS, Question()).live == 1
+    assert [listed.withdrawn for listed in node.entries()] == [False]
 
 
 def test_who_waits_again_and_again_asks_for_nothing(server: Any, opened: Any) -> None:
