@@ -21,18 +21,29 @@ import random
 import re
 import time
 import uuid
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from rdzv.backends.etcd_age import MARK, document_of, foreign, token_of
+from rdzv.backends.etcd_age import MARK, document_of, token_of
 from rdzv.backends.etcd_client import EtcdConnections, Refused, in_time, is_passing
 from rdzv.backends.etcd_follow import Follower
 from rdzv.backends.etcd_operations import digest, end_of, range_of, raw, whole_seconds
 from rdzv.backends.etcd_options import EtcdOptions
+from rdzv.backends.etcd_rows import Row, entry_of, row_of, text_of, value_of
 from rdzv.errors import RendezvousConnectionError
-from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
+from rdzv.ports import (
+    Closable,
+    Entry,
+    FirstLook,
+    Listed,
+    Located,
+    Pulse,
+    Question,
+    Roster,
+    Token,
+    Watch,
+)
 
 WAIT_SLICE_SECONDS_MAX = 5.0
 """A longer wait looks in between, in case that a watch has died without a word."""
@@ -44,16 +55,7 @@ come together announce themselves and confirm their round within that time."""
 _TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{MARK.pattern.decode()})")
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """An entry as it is stored."""
-
-    entry: Entry
-    revision: int
-    lease: int
-
-
-class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable):
+class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable):
     """The records of one run on an etcd server or cluster.
 
     Nothing is opened before the first call. ``client`` may be an object of etcd3's family, which
@@ -76,7 +78,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         self._state, self._version, self._roster = base + b"s", base + b"v", base + b"r"
         self._nodes, self._labels, self._gone = base + b"n/", base + b"l/", base + b"g/"
         self._follower = Follower(self._etcd)
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, Row] = {}
         """What this object has announced, or beaten for."""
         self._granted: dict[int, int] = {}
         """The times to live that leases got, by those that were asked for: etcd has a least."""
@@ -128,6 +130,13 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     @in_time
     def get_state(self) -> tuple[bytes, Token] | None:
         return self._document(range_of(self._etcd.read(self._etcd.get(self._state)), 0))
+
+    @in_time
+    def look_and_watch(self) -> tuple[bytes, Token] | None:
+        news = self._follower.look()
+        if news is None or (news.token is not None and news.found is None):
+            return self.get_state()
+        return news.found
 
     @in_time
     def set_state(
@@ -192,6 +201,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                     is_over, found = self._hear(unchanged, revision, seconds, closings)
                 else:
                     is_over, found = self._follow(token, unchanged, seconds, closings)
+                    if not is_over and time.monotonic() >= deadline:
+                        return None
                 if is_over:
                     return found
             except RendezvousConnectionError:
@@ -283,7 +294,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             is_kept = row is not None and self._keep(row, seconds)
             if row is not None and is_kept and row.entry == entry:
                 answer = self._look(node, question)
-                now = self._row(node, range_of(answer, 0))
+                now = row_of(self._etcd, node, range_of(answer, 0))
                 if now == row:
                     return self._pulse(answer, question, True, runs)
                 row = now
@@ -292,9 +303,9 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             has_changed = row is None or row.entry != entry
             answer = self._put(entry, row, lease, question, has_changed)
             if answer.succeeded:
-                self._rows[node] = _Row(entry, answer.header.revision, lease)
+                self._rows[node] = Row(entry, answer.header.revision, lease)
                 return self._pulse(answer, question, True, runs)
-            row = self._row(node, range_of(answer, 0))
+            row = row_of(self._etcd, node, range_of(answer, 0))
         raise self._restless(node)
 
     @in_time
@@ -303,7 +314,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         is_kept = row is not None and self._keep(row, seconds)
         for _ in range(TRIES_MAX):
             answer = self._look(node_id, question)
-            now = self._row(node_id, range_of(answer, 0))
+            now = row_of(self._etcd, node_id, range_of(answer, 0))
             if now is None or (is_kept and now == row):
                 self._remember(node_id, now)
                 present = now is not None
@@ -315,7 +326,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 lease = self._grant(seconds)
                 moved = self._put(row.entry, row, lease, question, has_changed=False)
                 if moved.succeeded:
-                    row, is_kept = _Row(row.entry, moved.header.revision, lease), True
+                    row, is_kept = Row(row.entry, moved.header.revision, lease), True
         raise self._restless(node_id)
 
     @in_time
@@ -337,7 +348,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             if answer.succeeded:
                 self._remember(node_id, None)
                 return
-            row = self._row(node_id, range_of(answer, 0))
+            row = row_of(self._etcd, node_id, range_of(answer, 0))
         raise self._restless(node_id)
 
     @in_time
@@ -350,19 +361,19 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             etcd.get(self._gone, end_of(self._gone), keys_only=True, **order),
         )
         live = [
-            Listed(self._entry(self._text(kv.key[len(self._nodes) :]), kv.value))
+            Listed(entry_of(etcd, text_of(etcd, kv.key[len(self._nodes) :]), kv.value))
             for kv in range_of(answer, 0).kvs
         ]
-        gone = [self._text(kv.key[len(self._gone) :]) for kv in range_of(answer, 1).kvs]
+        gone = [text_of(etcd, kv.key[len(self._gone) :]) for kv in range_of(answer, 1).kvs]
         return [*live, *(Listed(Entry(node, b""), withdrawn=True) for node in gone)]
 
     def _put(
-        self, entry: Entry, row: _Row | None, lease: int, question: Question, has_changed: bool
+        self, entry: Entry, row: Row | None, lease: int, question: Question, has_changed: bool
     ) -> Any:
         """Write an entry in the place of what is known to be there, under a lease."""
         etcd, node = self._etcd, raw(entry.node_id)
         key, label = self._nodes + node, self._label_key(entry)
-        operations = [etcd.put(key, _value(entry), lease)]
+        operations = [etcd.put(key, value_of(entry), lease)]
         if label is not None:
             operations.append(etcd.put(label, b"", lease))
         if row is not None and self._label_key(row.entry) != label:
@@ -377,7 +388,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             [etcd.get(key)],
         )
 
-    def _keep(self, row: _Row, seconds: int) -> bool:
+    def _keep(self, row: Row, seconds: int) -> bool:
         """Keep a lease alive, if it was not just now. Whether it is there, as far as is known, and
         lives for so long."""
         now = time.monotonic()
@@ -397,7 +408,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         self._fresh[lease] = seconds, now
         return lease
 
-    def _remember(self, node_id: str, row: _Row | None) -> None:
+    def _remember(self, node_id: str, row: Row | None) -> None:
         if row is None:
             left = self._rows.pop(node_id, None)
             if left is not None:
@@ -436,6 +447,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             self._follower.listen()
         if version.kvs:
             token = token_of(version.kvs[0])
+        if token is not None and token != question.ageless:
             age = self._follower.ages.age_seconds(self._etcd, version.kvs[0], thoroughly=thoroughly)
         return Pulse(
             token=token,
@@ -450,18 +462,6 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     def _revision(self, roster: Any) -> str:
         return f"{roster.kvs[0].mod_revision}:{roster.kvs[0].value.hex()}" if roster.kvs else ""
 
-    def _row(self, node_id: str, found: Any) -> _Row | None:
-        if not found.kvs:
-            return None
-        kv = found.kvs[0]
-        return _Row(self._entry(node_id, kv.value), kv.mod_revision, kv.lease)
-
-    def _entry(self, node_id: str, value: bytes) -> Entry:
-        size, colon, rest = value.partition(b":")
-        if not colon or not size.isdigit() or len(size) > 9 or int(size) > len(rest):
-            raise foreign(self._etcd, "an entry")
-        return Entry(node_id, rest[int(size) :], self._text(rest[: int(size)]))
-
     def _label_key(self, entry: Entry) -> bytes | None:
         if not entry.round_label:
             return None
@@ -472,19 +472,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         key = self._label_key(entry)
         return [] if key is None else [self._etcd.delete(key)]
 
-    def _text(self, raw: bytes) -> str:
-        try:
-            return raw.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            raise foreign(self._etcd, "a name") from None
-
     def _restless(self, node_id: str) -> RendezvousConnectionError:
         return RendezvousConnectionError(
             f"etcd at {self.endpoint}: the entry of {node_id} changes all the time. See whether "
             "two processes use one node id."
         )
-
-
-def _value(entry: Entry) -> bytes:
-    label = raw(entry.round_label)
-    return str(len(label)).encode() + b":" + label + entry.data

@@ -40,7 +40,7 @@ from rdzv.errors import (
     RendezvousStateError,
     mask_secrets,
 )
-from rdzv.ports import Located, Roster, Token, Watch
+from rdzv.ports import FirstLook, Located, Roster, Token, Watch
 from rdzv.state import Present, State
 
 T = TypeVar("T")
@@ -156,6 +156,8 @@ class Driver:
             )
             return None if found is None else _found(found)
         if isinstance(effect, Read):
+            if effect.watches and isinstance(self._backend, FirstLook):
+                return _found(self._backend.look_and_watch())
             return _found(self._backend.get_state())
         if isinstance(effect, Swap):
             return self._swap(effect)

@@ -18,7 +18,9 @@ from rdzv.state import Listing, RosterEntry, State
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the document. Answer: :class:`Found`."""
+    """Read the document; ``watches`` if its changes will be waited for. Answer: :class:`Found`."""
+
+    watches: bool = False
 
 
 @dataclass(frozen=True, slots=True)

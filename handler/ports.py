@@ -60,6 +60,8 @@ class Question:
 
     peer_id: str = ""
     round_label: str = ""
+    ageless: Token | None = None
+    """The age of the document with this token need not be told: nobody would use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,14 @@ class Watch(ABC):
         Returns what ``get_state()`` returns when the token differs, else None. A change made at
         any time after the caller learnt ``token`` ends the wait: look first, then sleep.
         """
+
+
+class FirstLook(ABC):
+    """A watch that can begin with a look: the two together cost less than one after the other."""
+
+    @abstractmethod
+    def look_and_watch(self) -> tuple[bytes, Token] | None:
+        """What ``get_state()`` returns, for a caller that will wait for changes of it next."""
 
 
 class Located(ABC):

@@ -35,7 +35,7 @@ from rdzv.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from rdzv.ports import Entry, Located, Pulse, Question, Token
+from rdzv.ports import Entry, FirstLook, Located, Pulse, Question, Token
 from rdzv.state import Node, RosterEntry, State
 
 WINDOW_SECONDS = 4.0
@@ -119,6 +119,16 @@ def test_effects_are_answered_as_described(driver: Driver) -> None:
         return "the end"
 
     assert driver.run(steps()) == "the end"
+
+
+def test_who_reads_before_it_waits_is_answered_by_the_watch_where_that_can_do_it() -> None:
+    class Looking(MemoryBackend, FirstLook):
+        def look_and_watch(self) -> tuple[bytes, Any]:
+            return encode_state(STATE), "looked"
+
+    driver = Driver(Looking(MemorySpace(), "job"), WINDOW_SECONDS)
+    assert driver.perform(Read()) == Found(None, None)
+    assert driver.perform(Read(watches=True)) == Found(STATE, "looked")
 
 
 def test_what_to_prepare_is_told() -> None:
