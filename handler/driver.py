@@ -71,14 +71,14 @@ class Stopped(Exception):
 
 class Driver:
     """A backend as the protocol sees it. Safe to use from any thread. ``prepare`` is called for
-    :class:`Prepare` and answers well within a keep-alive interval, or raises :class:`Stopped` when
-    nobody waits for the round."""
+    :class:`Prepare` and answers as described there, well within a keep-alive interval, or raises
+    :class:`Stopped` when nobody waits for the round."""
 
     def __init__(
         self,
         backend: RendezvousBackend,
         liveness_window_seconds: float,
-        prepare: Callable[[State], None] | None = None,
+        prepare: Callable[[State], int] | None = None,
     ) -> None:
         self._prepare = prepare
         self._window = liveness_window_seconds
@@ -174,9 +174,7 @@ class Driver:
             self._stopped.wait(effect.seconds)
             return None
         if isinstance(effect, Prepare):
-            if self._prepare is not None:
-                self._prepare(effect.state)
-            return None
+            return 0 if self._prepare is None else self._prepare(effect.state)
         raise TypeError(f"unknown effect {effect!r}")
 
     def _swap(self, effect: Swap) -> Found:

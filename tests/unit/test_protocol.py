@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.effects import Announce, Beat, Prepare, Read, Swap, Wait
+from rdzv.effects import Announce, Beat, Swap, Wait
 from rdzv.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -399,45 +399,6 @@ def test_a_confirmation_whose_request_was_lost_is_made_again() -> None:
     second.loses = {len(second.log): "request"}
     world.run(10.0, until=ended(peers))
     assert peers[0].result == second.result == world.state
-
-
-def test_the_age_of_a_document_is_asked_for_only_where_it_decides_something() -> None:
-    world = World(PAIR)
-    world.put(document("ab", waiting=1))
-    (newcomer,) = world.enter("c")
-    world.run(1.0, until=lambda: newcomer.session.announced)
-    assert newcomer.log[0] == Read(watches=True)
-    asked = [effect.question.ageless for effect in newcomer.log if isinstance(effect, Announce)]
-    assert asked == [None], "it tells when the participants are to act"
-    world = World(PAIR)
-    world.put(document())
-    (newcomer,) = world.enter("c")
-    world.run(1.0, until=lambda: newcomer.session.announced)
-    (announced,) = (effect for effect in newcomer.log if isinstance(effect, Announce))
-    assert announced.question.ageless == newcomer.read().token
-
-
-def test_a_closed_runs_age_is_asked_for() -> None:
-    world = World(PAIR)
-    world.put(document("ab", closed=Closing("done")))
-    (newcomer,) = world.enter("c")
-    world.run(1.0, until=ended([newcomer]))
-    (beat,) = (effect for effect in newcomer.log if isinstance(effect, Beat))
-    assert beat.question.ageless is None
-
-
-def test_rank_0_prepares_the_round_before_it_confirms_and_nobody_else_does() -> None:
-    world = World(PAIR)
-    peers = world.enter("ab")
-    world.run(1.0, until=ended(peers))
-    assert world.state.participant_ids == ("a", "b")
-    first, second = peers
-    told = first.kinds.index("Prepare")
-    prepared = first.log[told]
-    assert isinstance(prepared, Prepare)
-    assert prepared.state.proposal_id == world.state.round_id
-    assert first.kinds[told + 1] == "Announce"
-    assert "Prepare" not in second.kinds
 
 
 def test_a_proposal_that_was_dropped_is_left_and_the_next_one_confirmed() -> None:
