@@ -30,7 +30,7 @@ from rdzv.backends.etcd_client import EtcdConnections, Refused, in_time, is_pass
 from rdzv.backends.etcd_follow import Follower
 from rdzv.backends.etcd_operations import digest, end_of, range_of, raw, whole_seconds
 from rdzv.backends.etcd_options import EtcdOptions
-from rdzv.backends.etcd_rows import Row, entry_of, row_of, text_of, value_of
+from rdzv.backends.etcd_rows import Row, entry_of, revision_of, row_of, text_of, value_of
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import (
     Closable,
@@ -227,7 +227,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
         looked_at = int(looked.header.revision)
         if unchanged is None or not looked.succeeded:
             return True, self._document(range_of(looked, 1)), looked_at
-        is_new = revision is not None and self._revision(range_of(looked, 0)) != revision
+        kvs = range_of(looked, 0).kvs
+        is_new = revision is not None and (revision_of(kvs[0]) if kvs else "") != revision
         return is_new, None, looked_at
 
     def _follow(
@@ -261,6 +262,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
                 found = document_of(self._etcd, event.kv)
                 self._follower.ages.heard(found[1])
                 return True, found
+            if is_told and revision_of(event.kv) != revision:
+                return True, None
             is_over, told, looked_at = self._compare(unchanged, revision)
             if is_over:
                 return True, told
@@ -452,15 +455,12 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
         return Pulse(
             token=token,
             live=live.count,
-            revision=self._revision(roster),
+            revision=revision_of(roster.kvs[0]) if roster.kvs else "",
             present=present,
             peer_live=bool(question.peer_id) and more[0].count > 0,
             confirmed=more[-1].count if question.round_label else 0,
             state_age_seconds=age,
         )
-
-    def _revision(self, roster: Any) -> str:
-        return f"{roster.kvs[0].mod_revision}:{roster.kvs[0].value.hex()}" if roster.kvs else ""
 
     def _label_key(self, entry: Entry) -> bytes | None:
         if not entry.round_label:

@@ -48,3 +48,8 @@ def text_of(connections: EtcdConnections, stored: bytes) -> str:
         return stored.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise foreign(connections, "a name") from None
+
+
+def revision_of(kv: Any) -> str:
+    """The roster's revision, of the key that is written with every change of it."""
+    return f"{kv.mod_revision}:{kv.value.hex()}"

@@ -135,6 +135,22 @@ def test_who_looks_and_then_waits_asks_for_a_watch_and_one_look(server: Any, ope
     assert stranger.beat("node", TTL_SECONDS, Question(ageless="other")).state_age_seconds >= 0.0
 
 
+def test_who_waits_for_the_roster_is_told_and_does_not_look_again(server: Any, opened: Any) -> None:
+    node = opened(EtcdRendezvousBackend(server.endpoint(), "roster"))
+    other = opened(EtcdRendezvousBackend(server.endpoint(), "roster"))
+    _, token, _ = node.set_state(b"0")
+    other.announce(Entry("other", b""), LONG_TTL_SECONDS, Question())
+    revision = node.announce(Entry("node", b""), TTL_SECONDS, Question()).revision
+    before = handled(server)
+    waiting = Background(partial(node.wait_for_change, token, TTL_SECONDS, revision))
+    waiting.still_blocked()
+    assert difference(before, handled(server)) == {"Watch": 1, "Txn": 1}
+    before = handled(server)
+    other.announce(Entry("other", b"changed"), LONG_TTL_SECONDS, Question())
+    assert waiting.result() is None
+    assert difference(before, handled(server)) == {"Txn": 1}, "what was written"
+
+
 def test_nodes_of_one_process_share_a_connection_and_a_watch(server: Any, opened: Any) -> None:
     threads = set(threading.enumerate())
     nodes = [opened(EtcdRendezvousBackend(server.endpoint(), "shared")) for _ in range(4)]
