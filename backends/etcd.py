@@ -21,36 +21,41 @@ import random
 import re
 import time
 import uuid
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from rdzv.backends.etcd_age import MARK, document_of, foreign, token_of
+from rdzv.backends.etcd_age import MARK, document_of, token_of
 from rdzv.backends.etcd_client import EtcdConnections, Refused, in_time, is_passing
 from rdzv.backends.etcd_follow import Follower
 from rdzv.backends.etcd_operations import digest, end_of, range_of, raw, whole_seconds
 from rdzv.backends.etcd_options import EtcdOptions
+from rdzv.backends.etcd_rows import Row, entry_of, revision_of, row_of, text_of, value_of
 from rdzv.errors import RendezvousConnectionError
-from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
+from rdzv.ports import (
+    Closable,
+    Entry,
+    FirstLook,
+    Listed,
+    Located,
+    Pulse,
+    Question,
+    Roster,
+    Token,
+    Watch,
+)
 
 WAIT_SLICE_SECONDS_MAX = 5.0
 """A longer wait looks in between, in case that a watch has died without a word."""
 TRIES_MAX = 8
 PAUSE_SECONDS = 0.1
+FRESH_SHARE = 1 / 16
+"""Of the time to live: a lease that was kept alive so shortly ago need not be once more. Nodes that
+come together announce themselves and confirm their round within that time."""
 _TOKEN = re.compile(rf"(?P<revision>[0-9]{{1,18}}):(?P<mark>{MARK.pattern.decode()})")
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """An entry as it is stored."""
-
-    entry: Entry
-    revision: int
-    lease: int
-
-
-class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable):
+class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable):
     """The records of one run on an etcd server or cluster.
 
     Nothing is opened before the first call. ``client`` may be an object of etcd3's family, which
@@ -73,10 +78,17 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         self._state, self._version, self._roster = base + b"s", base + b"v", base + b"r"
         self._nodes, self._labels, self._gone = base + b"n/", base + b"l/", base + b"g/"
         self._follower = Follower(self._etcd)
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, Row] = {}
         """What this object has announced, or beaten for."""
         self._granted: dict[int, int] = {}
         """The times to live that leases got, by those that were asked for: etcd has a least."""
+        self._fresh: dict[int, tuple[int, float]] = {}
+        """The leases of this object's nodes: for how long they live from which moment on."""
+        self._asked = [
+            self._etcd.get(self._version),
+            self._etcd.get(self._roster),
+            self._etcd.get(self._nodes, end_of(self._nodes), count_only=True),
+        ]
 
     @property
     def name(self) -> str:
@@ -118,6 +130,13 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
     @in_time
     def get_state(self) -> tuple[bytes, Token] | None:
         return self._document(range_of(self._etcd.read(self._etcd.get(self._state)), 0))
+
+    @in_time
+    def look_and_watch(self) -> tuple[bytes, Token] | None:
+        news = self._follower.look()
+        if news is None or (news.token is not None and news.found is None):
+            return self.get_state()
+        return news.found
 
     @in_time
     def set_state(
@@ -182,6 +201,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                     is_over, found = self._hear(unchanged, revision, seconds, closings)
                 else:
                     is_over, found = self._follow(token, unchanged, seconds, closings)
+                    if not is_over and time.monotonic() >= deadline:
+                        return None
                 if is_over:
                     return found
             except RendezvousConnectionError:
@@ -206,7 +227,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         looked_at = int(looked.header.revision)
         if unchanged is None or not looked.succeeded:
             return True, self._document(range_of(looked, 1)), looked_at
-        is_new = revision is not None and self._revision(range_of(looked, 0)) != revision
+        kvs = range_of(looked, 0).kvs
+        is_new = revision is not None and (revision_of(kvs[0]) if kvs else "") != revision
         return is_new, None, looked_at
 
     def _follow(
@@ -240,6 +262,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
                 found = document_of(self._etcd, event.kv)
                 self._follower.ages.heard(found[1])
                 return True, found
+            if is_told and revision_of(event.kv) != revision:
+                return True, None
             is_over, told, looked_at = self._compare(unchanged, revision)
             if is_over:
                 return True, told
@@ -273,7 +297,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             is_kept = row is not None and self._keep(row, seconds)
             if row is not None and is_kept and row.entry == entry:
                 answer = self._look(node, question)
-                now = self._row(node, range_of(answer, 0))
+                now = row_of(self._etcd, node, range_of(answer, 0))
                 if now == row:
                     return self._pulse(answer, question, True, runs)
                 row = now
@@ -282,9 +306,9 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             has_changed = row is None or row.entry != entry
             answer = self._put(entry, row, lease, question, has_changed)
             if answer.succeeded:
-                self._rows[node] = _Row(entry, answer.header.revision, lease)
+                self._rows[node] = Row(entry, answer.header.revision, lease)
                 return self._pulse(answer, question, True, runs)
-            row = self._row(node, range_of(answer, 0))
+            row = row_of(self._etcd, node, range_of(answer, 0))
         raise self._restless(node)
 
     @in_time
@@ -293,18 +317,19 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         is_kept = row is not None and self._keep(row, seconds)
         for _ in range(TRIES_MAX):
             answer = self._look(node_id, question)
-            now = self._row(node_id, range_of(answer, 0))
+            now = row_of(self._etcd, node_id, range_of(answer, 0))
             if now is None or (is_kept and now == row):
                 self._remember(node_id, now)
                 present = now is not None
                 return self._pulse(answer, question, present, True, thoroughly=True)
             # Somebody else has announced it, or it is to live for another time.
-            row, is_kept = now, self._keep(now, seconds)
+            is_other, row = now != row, now
+            is_kept = is_other and self._keep(now, seconds)
             if not is_kept:
                 lease = self._grant(seconds)
                 moved = self._put(row.entry, row, lease, question, has_changed=False)
                 if moved.succeeded:
-                    row, is_kept = _Row(row.entry, moved.header.revision, lease), True
+                    row, is_kept = Row(row.entry, moved.header.revision, lease), True
         raise self._restless(node_id)
 
     @in_time
@@ -326,7 +351,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             if answer.succeeded:
                 self._remember(node_id, None)
                 return
-            row = self._row(node_id, range_of(answer, 0))
+            row = row_of(self._etcd, node_id, range_of(answer, 0))
         raise self._restless(node_id)
 
     @in_time
@@ -339,65 +364,75 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
             etcd.get(self._gone, end_of(self._gone), keys_only=True, **order),
         )
         live = [
-            Listed(self._entry(self._text(kv.key[len(self._nodes) :]), kv.value))
+            Listed(entry_of(etcd, text_of(etcd, kv.key[len(self._nodes) :]), kv.value))
             for kv in range_of(answer, 0).kvs
         ]
-        gone = [self._text(kv.key[len(self._gone) :]) for kv in range_of(answer, 1).kvs]
+        gone = [text_of(etcd, kv.key[len(self._gone) :]) for kv in range_of(answer, 1).kvs]
         return [*live, *(Listed(Entry(node, b""), withdrawn=True) for node in gone)]
 
     def _put(
-        self, entry: Entry, row: _Row | None, lease: int, question: Question, has_changed: bool
+        self, entry: Entry, row: Row | None, lease: int, question: Question, has_changed: bool
     ) -> Any:
         """Write an entry in the place of what is known to be there, under a lease."""
         etcd, node = self._etcd, raw(entry.node_id)
         key, label = self._nodes + node, self._label_key(entry)
-        operations = [etcd.put(key, _value(entry), lease)]
+        operations = [etcd.put(key, value_of(entry), lease)]
         if label is not None:
             operations.append(etcd.put(label, b"", lease))
         if row is not None and self._label_key(row.entry) != label:
             operations += self._label(row.entry)
         if has_changed:
             operations.append(etcd.put(self._roster, uuid.uuid4().bytes))
+        if has_changed and row is None:  # whoever leaves a tombstone takes the entry away with it
             operations.append(etcd.delete(self._gone + node))
         return etcd.write(
             [etcd.is_at(key, 0 if row is None else row.revision)],
-            [*operations, *self._questions(entry.node_id, question)],
+            [*operations, *self._questions(question)],
             [etcd.get(key)],
         )
 
-    def _keep(self, row: _Row, seconds: int) -> bool:
-        """Keep a lease alive. Whether it is there and lives for so long."""
+    def _keep(self, row: Row, seconds: int) -> bool:
+        """Keep a lease alive, if it was not just now. Whether it is there, as far as is known, and
+        lives for so long."""
+        now = time.monotonic()
+        known_seconds, kept_at = self._fresh.get(row.lease, (0, now))
+        if known_seconds == seconds and now - kept_at < seconds * FRESH_SHARE:
+            return True
         lives = self._etcd.keep_alive(row.lease)
-        return lives > 0 and lives == self._granted.get(seconds, seconds)
+        is_kept = lives > 0 and lives == self._granted.get(seconds, seconds)
+        if is_kept:
+            self._fresh[row.lease] = seconds, now
+        return is_kept
 
     def _grant(self, seconds: int) -> int:
+        now = time.monotonic()
         lease, granted = self._etcd.grant(seconds)
         self._granted[seconds] = granted
+        self._fresh[lease] = seconds, now
         return lease
 
-    def _remember(self, node_id: str, row: _Row | None) -> None:
+    def _remember(self, node_id: str, row: Row | None) -> None:
         if row is None:
-            self._rows.pop(node_id, None)
+            left = self._rows.pop(node_id, None)
+            if left is not None:
+                self._fresh.pop(left.lease, None)
         else:
             self._rows[node_id] = row
 
     def _look(self, node_id: str, question: Question) -> Any:
         self._etcd.refresh()
         key = self._nodes + raw(node_id)
-        return self._etcd.read(self._etcd.get(key), *self._questions(node_id, question))
+        return self._etcd.read(self._etcd.get(key), *self._questions(question))
 
-    def _questions(self, node_id: str, question: Question) -> list[Any]:
-        """What a pulse is made of, the last five of a transaction's answers."""
-        etcd = self._etcd
-        peer = self._nodes + raw(question.peer_id)
-        label = self._labels + digest(question.round_label) + b"/"
-        return [
-            etcd.get(self._version),
-            etcd.get(self._roster),
-            etcd.get(self._nodes, end_of(self._nodes), count_only=True),
-            etcd.get(peer, count_only=True),
-            etcd.get(label, end_of(label), count_only=True),
-        ]
+    def _questions(self, question: Question) -> list[Any]:
+        """What a pulse is made of, the last of a transaction's answers."""
+        etcd, asked = self._etcd, list(self._asked)
+        if question.peer_id:
+            asked.append(etcd.get(self._nodes + raw(question.peer_id), count_only=True))
+        if question.round_label:
+            label = self._labels + digest(question.round_label) + b"/"
+            asked.append(etcd.get(label, end_of(label), count_only=True))
+        return asked
 
     def _pulse(
         self,
@@ -408,37 +443,24 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         *,
         thoroughly: bool = False,
     ) -> Pulse:
-        version, roster, live, peer, confirmed = (range_of(answer, at) for at in range(-5, 0))
+        count = len(self._asked) + bool(question.peer_id) + bool(question.round_label)
+        version, roster, live, *more = (range_of(answer, at) for at in range(-count, 0))
         token, age = None, None
         if listens:  # who waits, and does not run yet, hears of writes by its wait
             self._follower.listen()
         if version.kvs:
             token = token_of(version.kvs[0])
+        if token is not None and token != question.ageless:
             age = self._follower.ages.age_seconds(self._etcd, version.kvs[0], thoroughly=thoroughly)
         return Pulse(
             token=token,
             live=live.count,
-            revision=self._revision(roster),
+            revision=revision_of(roster.kvs[0]) if roster.kvs else "",
             present=present,
-            peer_live=peer.count > 0,
-            confirmed=confirmed.count if question.round_label else 0,
+            peer_live=bool(question.peer_id) and more[0].count > 0,
+            confirmed=more[-1].count if question.round_label else 0,
             state_age_seconds=age,
         )
-
-    def _revision(self, roster: Any) -> str:
-        return f"{roster.kvs[0].mod_revision}:{roster.kvs[0].value.hex()}" if roster.kvs else ""
-
-    def _row(self, node_id: str, found: Any) -> _Row | None:
-        if not found.kvs:
-            return None
-        kv = found.kvs[0]
-        return _Row(self._entry(node_id, kv.value), kv.mod_revision, kv.lease)
-
-    def _entry(self, node_id: str, value: bytes) -> Entry:
-        size, colon, rest = value.partition(b":")
-        if not colon or not size.isdigit() or len(size) > 9 or int(size) > len(rest):
-            raise foreign(self._etcd, "an entry")
-        return Entry(node_id, rest[int(size) :], self._text(rest[: int(size)]))
 
     def _label_key(self, entry: Entry) -> bytes | None:
         if not entry.round_label:
@@ -450,19 +472,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, Located, Closable)
         key = self._label_key(entry)
         return [] if key is None else [self._etcd.delete(key)]
 
-    def _text(self, raw: bytes) -> str:
-        try:
-            return raw.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            raise foreign(self._etcd, "a name") from None
-
     def _restless(self, node_id: str) -> RendezvousConnectionError:
         return RendezvousConnectionError(
             f"etcd at {self.endpoint}: the entry of {node_id} changes all the time. See whether "
             "two processes use one node id."
         )
-
-
-def _value(entry: Entry) -> bytes:
-    label = raw(entry.round_label)
-    return str(len(label)).encode() + b":" + label + entry.data

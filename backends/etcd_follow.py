@@ -30,6 +30,8 @@ from rdzv.errors import RendezvousError
 DOCUMENTS_SECONDS = 30.0
 """So long a watch is on the document, before it is renewed."""
 PAUSE_SECONDS_FIRST, PAUSE_SECONDS_LAST = 0.1, 1.0
+LOOK_SECONDS_MAX = 0.5
+"""So long the first look of a watch is waited for: whoever wants it can look by itself."""
 
 Found = tuple[bytes, str]
 
@@ -65,6 +67,9 @@ class DocumentWatch:
         self._document, self._mark = connections.base + b"s", connections.base + b"v"
         self._changed = threading.Condition()
         self._news: News | None = None
+        self._asked_at = 0.0
+        """By ``time.monotonic()``: when the look was begun from which on the server tells; 0 while
+        there is none."""
         self._failures = 0
         self._waiting_until = 0.0
         self._thread: threading.Thread | None = None
@@ -87,6 +92,22 @@ class DocumentWatch:
 
             self._changed.wait_for(is_over, seconds)
             return self._known(token, revision, since)
+
+    def look(self, is_left: Callable[[], bool]) -> News | None:
+        """What is there now, as a watch sees that begins with a look; None where none begins, or
+        not at once: then look."""
+        since = time.monotonic()
+        with self._changed:
+            self._waiting_until = max(self._waiting_until, since + DOCUMENTS_SECONDS)
+            self._start()
+            failures = self._failures
+
+            def is_over() -> bool:
+                failed = self._failures != failures or self._is_closed or is_left()
+                return failed or self._news is not None or 0 < self._asked_at < since
+
+            self._changed.wait_for(is_over, LOOK_SECONDS_MAX)
+            return self._news if self._asked_at >= since else None
 
     def listen(self) -> None:
         """Hear of writes from now on, if that is not so already."""
@@ -150,7 +171,8 @@ class DocumentWatch:
         key = self._document if tells_documents else self._mark
         for event in etcd.watch(key, None, 0, seconds, puts=False, closings=closings):
             if isinstance(event, int):
-                asked_at = time.monotonic()
+                with self._changed:
+                    asked_at = self._asked_at = time.monotonic()
                 answer = etcd.read(etcd.get(key))
                 looked = int(answer.header.revision)
                 kvs = range_of(answer, 0).kvs
@@ -182,7 +204,7 @@ class DocumentWatch:
         # What is written from here on would be heard late: the lease tells better.
         self.ages.hears_from(0)
         with self._changed:
-            self._news = None
+            self._news, self._asked_at = None, 0.0
             self._failures += 1
             self._changed.notify_all()
 
@@ -212,6 +234,13 @@ class Follower:
         ``RendezvousConnectionError`` if it was closed since."""
         watch = self._watch(closings)
         return watch.wait(token, revision, seconds, lambda: self._etcd.closings != closings)
+
+    def look(self) -> News | None:
+        """What is there now, where that can be told by the way; None where it is to be asked for.
+        Raises ``RendezvousConnectionError`` if it was closed meanwhile."""
+        closings = self._etcd.closings
+        watch = self._watch(closings)
+        return watch.look(lambda: self._etcd.closings != closings)
 
     def listen(self) -> None:
         """Hear of writes from now on, if that is not so already."""

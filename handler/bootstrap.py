@@ -2,10 +2,10 @@
 
 Rules:
 
-* Each round has its own server on a free port, and its own keys in the round's own store; nothing
-  of an earlier round can be read by mistake.
-* Rank 0 begins with it when it confirms the round, so that the address mostly is there when the
-  round is final. Nobody reads it before; a round that is dropped leaves two keys that nobody reads.
+* Each round has its own server on a free port; nothing of an earlier round can be read by mistake.
+* Rank 0 begins with it when it confirms the round, and says in its entry where it serves. So the
+  final document mostly tells everybody the port, and nobody needs to ask.
+* A server that was not there in time, or is no agent's, is published in the round's own store.
 * A server ends with the last who holds it. So nothing that has failed holds one: an exception with
   its frames would, until some collection of garbage.
 * Rank 0 may die before it has published. The others look, at every slice of their wait, whether
@@ -94,44 +94,30 @@ class BootstrapServer:
 
 
 class Hosting:
-    """Rank 0's end of a round, in a thread of its own: start the server, then publish it.
+    """Rank 0's end of a round: the server, which a thread of its own starts. ``start`` may take its
+    time."""
 
-    ``start`` and ``open_store`` may take their time; ``deadline`` (``time.monotonic``) ends it.
-    """
-
-    def __init__(
-        self,
-        round_id: RoundId,
-        start: Callable[[], BootstrapServer],
-        open_store: Callable[[BootstrapServer], RoundStore],
-        deadline: float,
-    ) -> None:
+    def __init__(self, round_id: RoundId, start: Callable[[], BootstrapServer]) -> None:
         self.round_id = round_id
         self._start = start
-        self._open_store = open_store
-        self._deadline = deadline
-        self._dropped = ""
-        self._done: Future[tuple[RoundStore, RendezvousStoreInfo]] = Future()
+        self._done: Future[BootstrapServer] = Future()
         threading.Thread(target=self._host, name="rdzv-hosting", daemon=True).start()
 
-    def wait(self, timeout_seconds: float) -> None:
-        """Until the address is published, or will not be; not for longer than that."""
+    def port(self, timeout_seconds: float) -> int:
+        """Where it serves, as soon as it does; 0 if it does not within that time."""
         wait_for_futures([self._done], timeout_seconds)
+        if not self._done.done() or self._done.exception() is not None:
+            return 0
+        return self._done.result().port
 
-    def drop(self) -> None:
-        """Nobody wants the round any more."""
-        self._dropped = "the round was dropped"
+    def server(self, deadline: float, broken: Callable[[], str]) -> BootstrapServer:
+        """The server, as soon as there is one, for whoever will hold it.
 
-    def result(
-        self, deadline: float, broken: Callable[[], str]
-    ) -> tuple[RoundStore, RendezvousStoreInfo]:
-        """The round's store, which keeps the server, and the published address.
-
-        Raises what kept it from being published, or as :func:`bootstrap`.
+        Raises what kept it from starting, or as :func:`bootstrap`.
         """
         while True:
             # Not result(SLICE_SECONDS): what it raises may be a time-out of the work itself.
-            self.wait(SLICE_SECONDS)
+            wait_for_futures([self._done], SLICE_SECONDS)
             if self._done.done():
                 return self._done.result()
             why = broken()
@@ -139,24 +125,16 @@ class Hosting:
                 raise BootstrapLost(why)
             if time.monotonic() >= deadline + DEADLINE_SLACK_SECONDS:
                 raise RendezvousTimeoutError(
-                    "The round is complete, but this node, its rank 0, could not publish the "
-                    "address of its TCPStore server in time."
+                    "The round is complete, but this node, its rank 0, could not start its "
+                    "TCPStore server in time."
                 )
 
     def _host(self) -> None:
         try:
-            self._done.set_result(self._publish())
+            self._done.set_result(self._start())
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             self._done.set_exception(error)
-
-    def _publish(self) -> tuple[RoundStore, RendezvousStoreInfo]:
-        server = self._start()
-        if self._dropped:
-            # Whoever has dropped it may have closed the store, which a write would open anew.
-            raise BootstrapLost(self._dropped)
-        store = self._open_store(server)
-        return store, bootstrap(store, server, self._deadline, lambda: self._dropped)
 
 
 def bootstrap(

@@ -64,6 +64,8 @@ def encode_state(state: State) -> bytes:
         "b": state.refill,
         "o": list(state.replaces),
     }
+    if state.port:
+        fields["d"] = state.port
     return _encode(b"S", state.check, fields, STATE_BYTES_MAX)
 
 
@@ -93,6 +95,8 @@ def encode_entry(entry: RosterEntry) -> bytes:
         "s": entry.settled,
         "f": entry.finished,
     }
+    if entry.port:
+        fields["d"] = entry.port
     return _encode(b"E", entry.check, fields, ENTRY_BYTES_MAX)
 
 
@@ -162,7 +166,7 @@ def _unpack(packing: bytes, body: bytes, limit: int) -> bytes:
 
 
 def _state_in(fields: dict[str, Any]) -> State:
-    _expect_keys(fields, "irnpfcwlaxbo")
+    _expect_keys(fields, "irnpfcwlaxbo", optional="d")
     state = State(
         incarnation=_text(fields["i"]),
         round=_whole(fields["r"]),
@@ -176,13 +180,14 @@ def _state_in(fields: dict[str, Any]) -> State:
         closed=_closing_in(fields["x"]),
         refill=_text(fields["b"]),
         replaces=tuple(_text(old) for old in _list(fields["o"])),
+        port=_whole(fields.get("d", 0)),
     )
     state.check()
     return state
 
 
 def _entry_in(fields: dict[str, Any]) -> RosterEntry:
-    _expect_keys(fields, "nhtlrsf")
+    _expect_keys(fields, "nhtlrsf", optional="d")
     hint = fields["h"]
     entry = RosterEntry(
         node=_node_in(fields["n"]),
@@ -192,6 +197,7 @@ def _entry_in(fields: dict[str, Any]) -> RosterEntry:
         running=_round_in(fields["r"]),
         settled=_truth(fields["s"]),
         finished=_truth(fields["f"]),
+        port=_whole(fields.get("d", 0)),
     )
     entry.check()
     return entry
@@ -241,8 +247,8 @@ def _round_in(row: Any) -> RoundId | None:
     return RoundId(_text(incarnation), _whole(number), _text(nonce))
 
 
-def _expect_keys(fields: Any, keys: str) -> None:
-    if not isinstance(fields, dict) or set(fields) != set(keys):
+def _expect_keys(fields: Any, keys: str, *, optional: str) -> None:
+    if not isinstance(fields, dict) or set(fields) - set(optional) != set(keys):
         raise RecordError("other fields than this version writes")
 
 

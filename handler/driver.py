@@ -40,7 +40,7 @@ from rdzv.errors import (
     RendezvousStateError,
     mask_secrets,
 )
-from rdzv.ports import Located, Roster, Token, Watch
+from rdzv.ports import FirstLook, Located, Roster, Token, Watch
 from rdzv.state import Present, State
 
 T = TypeVar("T")
@@ -71,14 +71,14 @@ class Stopped(Exception):
 
 class Driver:
     """A backend as the protocol sees it. Safe to use from any thread. ``prepare`` is called for
-    :class:`Prepare` and answers well within a keep-alive interval, or raises :class:`Stopped` when
-    nobody waits for the round."""
+    :class:`Prepare` and answers as described there, well within a keep-alive interval, or raises
+    :class:`Stopped` when nobody waits for the round."""
 
     def __init__(
         self,
         backend: RendezvousBackend,
         liveness_window_seconds: float,
-        prepare: Callable[[State], None] | None = None,
+        prepare: Callable[[State], int] | None = None,
     ) -> None:
         self._prepare = prepare
         self._window = liveness_window_seconds
@@ -156,6 +156,8 @@ class Driver:
             )
             return None if found is None else _found(found)
         if isinstance(effect, Read):
+            if effect.watches and isinstance(self._backend, FirstLook):
+                return _found(self._backend.look_and_watch())
             return _found(self._backend.get_state())
         if isinstance(effect, Swap):
             return self._swap(effect)
@@ -172,9 +174,7 @@ class Driver:
             self._stopped.wait(effect.seconds)
             return None
         if isinstance(effect, Prepare):
-            if self._prepare is not None:
-                self._prepare(effect.state)
-            return None
+            return 0 if self._prepare is None else self._prepare(effect.state)
         raise TypeError(f"unknown effect {effect!r}")
 
     def _swap(self, effect: Swap) -> Found:

@@ -18,7 +18,9 @@ from rdzv.state import Listing, RosterEntry, State
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the document. Answer: :class:`Found`."""
+    """Read the document; ``watches`` if its changes will be waited for. Answer: :class:`Found`."""
+
+    watches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ class Pause:
 @dataclass(frozen=True, slots=True)
 class Prepare:
     """This node is about to confirm the proposed round of ``state``, as its rank 0: begin what the
-    others will need of it. Answer: None, well within a keep-alive interval."""
+    others will need of it. Answer, well within a keep-alive interval: the port at which this node
+    serves the round's workers by then, else 0."""
 
     state: State
 

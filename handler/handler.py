@@ -19,6 +19,7 @@ import random
 import socket
 import threading
 import time
+import traceback
 import uuid
 import weakref
 from collections.abc import Callable
@@ -62,7 +63,7 @@ DEADLINE_SLACK_SECONDS = 0.5
 """The background thread ends a barrier at its deadline and knows why; a little later the caller
 ends it without a reason."""
 PREPARE_SECONDS_MAX = 1.0
-"""For rank 0 to have its server published before it confirms."""
+"""For rank 0 to have its server there before it confirms."""
 CLOSE_RETRY_SECONDS = 0.2
 LEAVE_SECONDS_MIN = 0.1
 FINISH_TIMEOUT_SECONDS = 5.0
@@ -322,32 +323,42 @@ class DynamicRendezvousHandler(RendezvousHandler):
         assert round_id is not None
         assert rank is not None
         info: RendezvousStoreInfo
+        server = None
         if rank == 0:
-            hosting = self._host(round_id, deadline)
-            store, info = hosting.result(deadline, lambda: self._broken(state))
+            host = self._host
+            server = host(round_id, deadline).server(deadline, lambda: self._broken(state))
+        store = self._open_round(round_id, server)
+        if state.port:
+            info = RendezvousStoreInfo(state.participants[0].address, state.port)
         else:
-            store = self._open_round(round_id)
-            info = bootstrap(store, None, deadline, lambda: self._broken(state))
+            try:
+                info = bootstrap(store, server, deadline, lambda: self._broken(state))
+            except BaseException as error:
+                # The frames of an exception would keep a server that nobody wants.
+                traceback.clear_frames(error.__traceback__)
+                del store, server
+                raise
         store.pin()
         self._round_store = weakref.ref(store)
         return RendezvousInfo(store, rank, len(state.participants), info)
 
-    def _prepare(self, state: State) -> None:
-        """This node will be rank 0 of the proposed round. (In the background thread.)"""
+    def _prepare(self, state: State) -> int:
+        """This node will be rank 0 of the proposed round: where it serves the others by then, 0 if
+        it does not. (In the background thread.)"""
         if not self.use_agent_store:
             # A port that is merely free does not stay so: it is looked for when it is needed.
-            return
+            return 0
         assert state.proposal_id is not None
         deadline = self._session.deadline
         if deadline is None:
             deadline = time.monotonic() + self._settings.join_timeout_seconds
-        # Who confirms last makes the round final: better a moment later, with the address there,
-        # than that all others have to wait for it.
+        # Who confirms last makes the round final: better a moment later, with the port in it, than
+        # that all others have to wait for it.
         interval = self._settings.keep_alive_interval_seconds
-        self._host(state.proposal_id, deadline).wait(min(PREPARE_SECONDS_MAX, interval / 2))
+        return self._host(state.proposal_id, deadline).port(min(PREPARE_SECONDS_MAX, interval / 2))
 
     def _host(self, round_id: RoundId, deadline: float) -> Hosting:
-        """What has begun to host the round, if need be now. What began for another is dropped.
+        """What has begun to host the round, if need be now. What began for another is let go.
 
         Raises ``Stopped`` if nobody waits for a round any more: nobody would let go of it.
         """
@@ -356,14 +367,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 raise Stopped("nobody waits for a round that this node would host")
             hosting = self._hosting
             if hosting is None or hosting.round_id != round_id:
-                if hosting is not None:
-                    hosting.drop()
                 shared = self.use_agent_store
                 hosting = self._hosting = Hosting(
                     round_id,
                     lambda: BootstrapServer(self._node.address, deadline, shared=shared),
-                    lambda server: self._open_round(round_id, server),
-                    deadline,
                 )
             return hosting
 
@@ -372,9 +379,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         The background thread may be about to host one: it begins with none from now on."""
         with self._hosting_lock:
             self._may_host = False
-            hosting, self._hosting = self._hosting, None
-        if hosting is not None:
-            hosting.drop()
+            self._hosting = None
 
     def _open_round(self, round_id: RoundId, server: BootstrapServer | None = None) -> RoundStore:
         return RoundStore(

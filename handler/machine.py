@@ -439,11 +439,13 @@ def _complete(state: State, listing: Listing, seen: _Seen, rules: Rules, me: Obs
         return Decision(Act.WAIT, f"{seen.ahead[0]} knows a later round and will tell it")
     chosen = {node.id for node in proposal.participants}
     spares = [entry.node.id for entry in seen.waiting if entry.node.id not in chosen]
+    server = listing.entry_of(proposal.participants[0].id)
     final = State(
         incarnation=state.incarnation,
         round=state.round + 1,
         nonce=proposal.nonce,
         participants=proposal.participants,
+        port=server.port if server is not None else 0,
         coordinator=spares[0] if spares else "",
         refill=state.refill,
         replaces=state.replaces,

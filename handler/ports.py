@@ -60,6 +60,8 @@ class Question:
 
     peer_id: str = ""
     round_label: str = ""
+    ageless: Token | None = None
+    """The age of the document with this token need not be told: nobody would use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class Roster(ABC):
         """Write the caller's entry and let it live ``ttl_seconds`` from now.
 
         A node that is live keeps its place in the order of arrival; one that had expired or
-        withdrawn arrives anew. Costs O(1), whatever the number of nodes.
+        withdrawn arrives anew. A backend may let a sign of life count that came within the last
+        sixteenth of ``ttl_seconds``, here and in :meth:`beat`, instead of another one. Costs O(1),
+        whatever the number of nodes.
         """
 
     @abstractmethod
@@ -129,6 +133,14 @@ class Watch(ABC):
         Returns what ``get_state()`` returns when the token differs, else None. A change made at
         any time after the caller learnt ``token`` ends the wait: look first, then sleep.
         """
+
+
+class FirstLook(ABC):
+    """A watch that can begin with a look: the two together cost less than one after the other."""
+
+    @abstractmethod
+    def look_and_watch(self) -> tuple[bytes, Token] | None:
+        """What ``get_state()`` returns, for a caller that will wait for changes of it next."""
 
 
 class Located(ABC):

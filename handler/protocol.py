@@ -108,7 +108,7 @@ def give_up(session: Session) -> Steps:
     """Leave the barrier for good: withdraw, and if this node was chosen meanwhile, void that."""
     session.announced = False
     left = session.entry.running or session.entry.left
-    session.entry = replace(session.entry, left=left, running=None)
+    session.entry = replace(session.entry, left=left, running=None, port=0)
     yield Withdraw(session.id)
     for _ in range(steps.SWAP_ATTEMPTS_MAX):
         yield from steps.read(session)
@@ -130,7 +130,7 @@ def _is_member(session: Session, state: State) -> bool:
 
 def _leave_round(session: Session) -> None:
     left = session.entry.running or session.entry.left
-    session.entry = replace(session.entry, left=left, running=None, finished=False)
+    session.entry = replace(session.entry, left=left, running=None, finished=False, port=0)
     session.notice = Notice()
     session.run_closed = session.overtaken = session.announced = session.entered = False
     session.suspect_since = session.look_at = session.minimum_since = None
@@ -186,12 +186,15 @@ def _act(session: Session, decision: Decision) -> JoinStep:
     elif decision.act is Act.CONFIRM:
         assert state is not None
         assert state.proposal is not None
+        port = 0
         if state.proposal.participants[0].id == session.id:
-            yield Prepare(state)
-        yield from steps.announce(session, replace(session.entry, running=state.proposal_id))
+            port = yield Prepare(state)
+        confirming = replace(session.entry, running=state.proposal_id, port=port)
+        yield from steps.announce(session, confirming)
     elif decision.act is Act.RETRACT:
         running = session.entry.running
-        yield from steps.announce(session, replace(session.entry, left=running, running=None))
+        retracting = replace(session.entry, left=running, running=None, port=0)
+        yield from steps.announce(session, retracting)
     elif decision.act is Act.LEAVE:
         assert state is not None
         yield from steps.announce(session, replace(session.entry, left=state.round_id))

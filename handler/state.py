@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 NODES_MAX = 4096
+PORT_MAX = 65535
 """Participants of a round, and the largest ``max_nodes`` that is accepted."""
 REPLACED_INCARNATIONS_MAX = 8
 """How many closed incarnations a run id remembers to have had before."""
@@ -97,6 +98,9 @@ class State:
     participants a reason to re-join. With the document's own age it tells all of them one moment
     at which to act, without a clock in it."""
     closed: Closing | None = None
+    port: int = 0
+    """Where rank 0 serves the workers of this round, at its address; 0 where it tells that in the
+    round's store."""
     refill: str = ""
     """Drawn anew by whoever puts the document back into a backend that had lost it. Then entries
     may be gone as well: who meets another ``refill`` than before has not watched until now."""
@@ -132,6 +136,7 @@ class State:
     def check(self) -> None:
         """Raise :class:`RecordError` unless this document can exist."""
         _require(bool(self.incarnation), "no incarnation")
+        _check_port(self.port, serves=self.round > 0)
         _require(self.round >= 0, "a negative round")
         _require((self.round == 0) == (not self.participants), "participants without a round")
         _require((self.round == 0) == (not self.nonce), "a round without a nonce")
@@ -169,10 +174,13 @@ class RosterEntry:
     """It has waited for a whole keep-alive interval: no newcomer that fails as it starts."""
     finished: bool = False
     """Its agent has begun the exit barrier of ``running``."""
+    port: int = 0
+    """Where it serves the workers of ``running``, if it is rank 0 there and does so already."""
 
     def check(self) -> None:
         """Raise :class:`RecordError` unless this entry can exist."""
         _check_nodes((self.node,))
+        _check_port(self.port, serves=self.running is not None)
         _check_texts((self.topology,))
         for round_id in (self.left, self.running):
             if round_id is not None:
@@ -228,6 +236,11 @@ def _check_nodes(nodes: tuple[Node, ...]) -> None:
     _require(all(ids) and all(addresses), "a node without id or address")
     _check_texts(ids)
     _check_texts(addresses)
+
+
+def _check_port(port: int, *, serves: bool) -> None:
+    _require(0 <= port <= PORT_MAX, "an impossible port")
+    _require(serves or not port, "a port without a round")
 
 
 def _check_texts(texts: Sequence[str]) -> None:

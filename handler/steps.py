@@ -49,8 +49,8 @@ SWAP_ATTEMPTS_MAX = 16
 """Of one step; every lost race means that somebody else has made progress."""
 
 
-def read(session: Session) -> Steps:
-    found = yield Read()
+def read(session: Session, *, watches: bool = False) -> Steps:
+    found = yield Read(watches)
     take(session, found)
 
 
@@ -64,7 +64,7 @@ def catch_up(session: Session) -> Steps:
         if found is not None:
             take(session, found)
             return
-    yield from read(session)
+    yield from read(session, watches=True)
 
 
 def swap(session: Session, state: State) -> Asking:
@@ -240,7 +240,17 @@ def question_of(session: Session) -> Question:
     proposal_id = state.proposal_id if state is not None else None
     round_id = session.entry.running or proposal_id
     session.asked_peer = peer
-    return Question(peer_id=peer, round_label="" if round_id is None else round_id.label)
+    dates_nothing = (
+        session.was_read
+        and state is not None
+        and state.closed is None
+        and not reasons_to_rejoin(state, session.rules)
+    )
+    return Question(
+        peer_id=peer,
+        round_label="" if round_id is None else round_id.label,
+        ageless=session.token if dates_nothing else None,
+    )
 
 
 def take_pulse(session: Session, pulse: Pulse, asked_at: float) -> None:

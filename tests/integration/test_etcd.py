@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pyetcd  # type: ignore[import-untyped]
@@ -30,18 +29,11 @@ from rdzv.errors import (
 from rdzv.ports import Entry, Question
 from rdzv.stores.etcd import EtcdStore
 
-from .etcd_servers import metric
 from .operations import TTL_SECONDS, run_apart, until, use_all
 
 SHORT_LIFE = EtcdOptions(outage_timeout_seconds=2.0, closed_grace_seconds=0.4)
 """A lease of four seconds: a machine that stalls for less loses nothing."""
 EXPIRY_SECONDS_MAX = 20.0
-
-
-def by_itself(number: int) -> EtcdOptions:
-    """What lets a node share nothing with others of this process, as if it were in one of its
-    own."""
-    return EtcdOptions(read_timeout_seconds=60.0 + number)
 
 
 @pytest.fixture
@@ -128,94 +120,6 @@ def test_a_forked_process_makes_connections_of_its_own(server: Any, opened: Any)
         "assert backend.get_state()[0] == b'by the child'\n"
     )
     run_apart(program, server.endpoint())
-
-
-def test_the_cost_of_joining_and_of_a_beat_does_not_grow_with_the_nodes(
-    server: Any, raw: Any, opened: Any
-) -> None:
-    joins, firsts, beats = [], [], []
-    for nodes in (8, 128):
-        backend = opened(EtcdRendezvousBackend(server.endpoint(), f"{nodes} nodes"))
-        backend.set_state(b"document")
-        for number in range(nodes - 8):
-            backend.announce(Entry(f"node{number}", b"", "round"), TTL_SECONDS, Question())
-        newcomers = {
-            f"new{number}": opened(
-                EtcdRendezvousBackend(server.endpoint(), f"{nodes} nodes", by_itself(1 + number))
-            )
-            for number in range(8)
-        }
-        before = handled(server)
-        for name, node in newcomers.items():
-            node.announce(Entry(name, b""), TTL_SECONDS, Question("node0", "round"))
-        joined = handled(server)
-        for name, node in newcomers.items():
-            node.beat(name, TTL_SECONDS, Question("node0", "round"))
-        ages = [node._follower.ages for node in newcomers.values()]
-        until(partial(_all_heard, ages))
-        ran = handled(server)
-        for name, node in newcomers.items():
-            node.beat(name, TTL_SECONDS, Question("node0", "round"))
-        joins.append(difference(before, joined))
-        firsts.append(difference(joined, ran))
-        beats.append(difference(ran, handled(server)))
-    # Eight nodes each: the run's lease, the document's, one of their own, and an entry.
-    once = {"LeaseKeepAlive": 8, "LeaseTimeToLive": 8, "LeaseGrant": 8, "Txn": 8}
-    assert joins == [once, once]
-    # The first one begins to watch, and looks once when it does.
-    assert firsts == [{"LeaseKeepAlive": 8, "Txn": 16, "Watch": 8}] * 2
-    assert beats == [{"LeaseKeepAlive": 8, "Txn": 8}] * 2
-
-
-def test_who_waits_again_and_again_asks_for_nothing(server: Any, opened: Any) -> None:
-    writer = opened(EtcdRendezvousBackend(server.endpoint(), "waiting"))
-    node = opened(EtcdRendezvousBackend(server.endpoint(), "waiting"))
-    _, token, _ = writer.set_state(b"0")
-    before = handled(server)
-    for number in range(1, 5):
-        waiting = Background(partial(node.wait_for_change, token, TTL_SECONDS)).still_blocked()
-        found = writer.set_state(str(number).encode(), token)[:2]
-        assert waiting.result() == found
-        token = found[1]
-    asked = difference(before, handled(server))
-    assert asked == {"Watch": 1, "Txn": 1 + 4}, "one watch, one look, and what was written"
-
-
-def test_nodes_of_one_process_share_a_connection_and_a_watch(server: Any, opened: Any) -> None:
-    threads = set(threading.enumerate())
-    nodes = [opened(EtcdRendezvousBackend(server.endpoint(), "shared")) for _ in range(4)]
-    _, token, _ = nodes[0].set_state(b"0")
-    assert [node.get_state() for node in nodes] == [(b"0", token)] * 4
-    assert len({id(node._etcd._links) for node in nodes}) == 1
-    before = handled(server)
-    waits = [Background(partial(node.wait_for_change, token, TTL_SECONDS)) for node in nodes]
-    for wait in waits:
-        wait.still_blocked()
-    assert difference(before, handled(server)) == {"Watch": 1, "Txn": 1}
-    nodes[0].close()
-    with pytest.raises(RendezvousConnectionError, match="close"):
-        waits[0].result()
-    found = nodes[1].set_state(b"1", token)[:2]
-    assert [wait.result() for wait in waits[1:]] == [found] * 3, "one that was closed ended others"
-    again = Background(partial(nodes[0].wait_for_change, found[1], TTL_SECONDS)).still_blocked()
-    last = nodes[1].set_state(b"2", found[1])[:2]
-    assert again.result() == last, "it opens anew"
-    for node in nodes:
-        node.close()
-    until(lambda: set(threading.enumerate()) <= threads)
-
-
-def handled(server: Any) -> dict[str, float]:
-    """How many calls of each method the server has been asked for."""
-    found: dict[str, float] = {}
-    for labels, value in metric(server.endpoint(), "grpc_server_started_total").items():
-        method = labels.partition('grpc_method="')[2].partition('"')[0]
-        found[method] = found.get(method, 0) + value
-    return found
-
-
-def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)}
 
 
 def test_a_state_of_4096_nodes_fits_the_default_limit(server: Any, opened: Any) -> None:
@@ -372,37 +276,6 @@ def test_a_client_that_the_user_brings_is_used_and_left_open(server: Any, raw: A
     assert raw.get("rdzv/")[0] is None, "it was closed"
 
 
-def test_ages_agree_between_nodes_that_beat(server: Any, opened: Any) -> None:
-    nodes = [
-        opened(EtcdRendezvousBackend(server.endpoint(), "ages", by_itself(number)))
-        for number in range(4)
-    ]
-    for number, node in enumerate(nodes):
-        node.announce(Entry(f"node{number}", b""), TTL_SECONDS, Question())
-        node.beat(f"node{number}", TTL_SECONDS, Question())
-    token, spreads = None, []
-    for _ in range(9):
-        until(lambda: _all_heard([node._follower.ages for node in nodes]))
-        token = nodes[0].set_state(b"x", token)[1]
-        written_at = []
-        for number, node in enumerate(nodes):
-            pulse = node.beat(f"node{number}", TTL_SECONDS, Question())
-            assert pulse.token == token
-            written_at.append(time.monotonic() - pulse.state_age_seconds)
-        spreads.append(max(written_at) - min(written_at))
-    # A machine that is stalled may miss it once in a while, not mostly.
-    assert sorted(spreads)[len(spreads) // 2] < 0.05, spreads
-
-
-def test_a_node_that_has_not_heard_knows_the_age_by_the_lease(server: Any, opened: Any) -> None:
-    writer = opened(EtcdRendezvousBackend(server.endpoint(), "old document"))
-    writer.set_state(b"x")
-    threading.Event().wait(2.2)
-    stranger = opened(EtcdRendezvousBackend(server.endpoint(), "old document", by_itself(1)))
-    age = stranger.beat("nobody", TTL_SECONDS, Question()).state_age_seconds
-    assert 1.0 <= age <= 10.0
-
-
 @pytest.mark.parametrize(
     ("endpoint", "route"),
     [
@@ -463,7 +336,3 @@ def test_names_of_torchs_options_are_taken() -> None:
         assert (options.ca_cert, options.cert, options.key) == ("/ca", "/cert", "/key")
         assert options.protocol == "https"
     assert math.ceil(options.lifetime_seconds) < options.lease_seconds
-
-
-def _all_heard(ages: list[Any]) -> bool:
-    return all(each._since_revision for each in ages)

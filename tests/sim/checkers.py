@@ -57,6 +57,11 @@ def returning_seconds(world: World) -> float:
     return 1.1 * world.rules.keep_alive_interval_seconds + 2.5
 
 
+def told(state: State) -> object:
+    """What the nodes that return from the barrier go by."""
+    return state.participants, state.port
+
+
 class Agreement:
     """Invariant 1, and of 2 that a round once final is what it is."""
 
@@ -101,7 +106,7 @@ class Agreement:
         round_id = final.round_id
         assert round_id is not None
         first = self.finals.get(round_id)
-        if first is None or first.participants != final.participants:
+        if first is None or told(first) != told(final):
             raise Violation("1 agreement", f"{agent.name} returned another {round_id}")
         if agent.name not in final.participant_ids:
             raise Violation("1 agreement", f"{agent.name} is not in the round it returned with")

@@ -149,7 +149,8 @@ class Host:
             self.after(effect.seconds, lambda: self.answer_now(pending, None))
             return
         if isinstance(effect, Prepare):
-            self.answer_now(pending, None)
+            # Another port for each round that a node prepares, and sometimes none.
+            self.answer_now(pending, int(world.now * 1000) % 65535)
             return
         if isinstance(effect, Wait):
             self.waits += 1

@@ -41,11 +41,13 @@ GOLDEN_STATES = {
     "state_frozen": FROZEN,
     "state_closed": CLOSED,
     "state_large": LARGE,
+    "state_served": replace(RUNNING, port=29500),
 }
 GOLDEN_ENTRIES = {
     "entry_waiting": WAITING,
     "entry_running": RUNS,
     "entry_finished": replace(RUNS, left=None, finished=True),
+    "entry_serves": replace(RUNS, port=29500),
 }
 
 

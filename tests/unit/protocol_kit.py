@@ -138,7 +138,9 @@ class Peer:
         self.offset = 1e4 * (1 + len(world.peers))
         self.has_clock = has_clock
         self.backend = MemoryBackend(world.space, "run")
-        self.driver = Driver(self.backend, world.rules.liveness_window_seconds)
+        self.port = 4000 + len(world.peers)
+        window_seconds = world.rules.liveness_window_seconds
+        self.driver = Driver(self.backend, window_seconds, lambda _: self.port)
         fields = {"entry": entry(name), "jitter": lambda most: most, **fields}
         self.session = Session(world.rules, unique=name, clock=self.clock, **fields)
         self.log: list[Effect] = []
@@ -223,7 +225,7 @@ class Peer:
         if (self.world.is_down and not is_local) or loses == "request":
             self._resume(None, lost)
             return True
-        answer = None if is_local else self._perform(effect)
+        answer = None if isinstance(effect, Pause) else self._perform(effect)
         if isinstance(effect, Swap) and answer.swapped:
             self.world.written.append(effect.state)
         self._resume(answer, lost if loses else None)

@@ -6,7 +6,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -194,17 +194,10 @@ def test_the_store_keeps_its_timeout_and_is_asked_within_the_deadline() -> None:
 ROUND = RoundId("i", 1, "n")
 
 
-def hosting(start: Callable[[], BootstrapServer], client: MemoryClient) -> Hosting:
-    return Hosting(ROUND, start, lambda server: round_store(client), soon())
-
-
-def test_who_hosts_publishes_before_anybody_asks_for_the_result() -> None:
-    client = MemoryClient()
-    server = BootstrapServer("127.0.0.1", soon(), shared=True)
-    early = hosting(lambda: server, client)
-    found = bootstrap(round_store(client), None, soon(), stands)
-    _, own = early.result(soon(), stands)
-    assert address_of(own) == address_of(found) == ("127.0.0.1", server.port)
+def test_who_hosts_tells_the_port_of_the_server_that_it_has() -> None:
+    early = Hosting(ROUND, lambda: BootstrapServer("127.0.0.1", soon(), shared=True))
+    port = early.port(PATIENCE_SECONDS)
+    assert port == early.server(soon(), stands).port > 0
 
 
 @pytest.mark.parametrize(
@@ -217,7 +210,8 @@ def test_what_keeps_a_server_from_starting_is_told_when_the_result_is_wanted(
         raise error
 
     with pytest.raises(type(error)):
-        hosting(fails, MemoryClient()).result(soon(), stands)
+        Hosting(ROUND, fails).server(soon(), stands)
+    assert Hosting(ROUND, fails).port(PATIENCE_SECONDS) == 0
 
 
 def test_a_server_that_does_not_start_is_waited_for_while_the_round_stands(
@@ -230,24 +224,13 @@ def test_a_server_that_does_not_start_is_waited_for_while_the_round_stands(
         released.wait(PATIENCE_SECONDS)
         raise RendezvousConnectionError("released by the test")
 
-    never = hosting(hangs, MemoryClient())
+    never = Hosting(ROUND, hangs)
+    assert never.port(0.01) == 0
     with pytest.raises(BootstrapLost, match="formed anew"):
-        never.result(soon(), lambda: "the round is about to be formed anew")
+        never.server(soon(), lambda: "the round is about to be formed anew")
     with pytest.raises(RendezvousTimeoutError, match="rank 0"):
-        never.result(time.monotonic() - rdzv.bootstrap.DEADLINE_SLACK_SECONDS, stands)
+        never.server(time.monotonic() - rdzv.bootstrap.DEADLINE_SLACK_SECONDS, stands)
     released.set()
-
-
-def test_a_dropped_round_is_not_published_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdzv.bootstrap, "RETRY_SECONDS", 0.01)
-    client = MemoryClient()
-    store = FailingStore(MemoryStore(client), "round", on_exit_barrier=lambda: None)
-    store.failures = 1_000_000
-    server = BootstrapServer("127.0.0.1", soon(), shared=False)
-    dropped = Hosting(ROUND, lambda: server, lambda _: store, soon())
-    dropped.drop()
-    with pytest.raises(BootstrapLost, match="dropped"):
-        dropped.result(soon(), stands)
 
 
 @pytest.fixture
@@ -271,64 +254,30 @@ def assert_ends(port: int) -> None:
         threading.Event().wait(0.01)
 
 
-def fail_to_open(server: BootstrapServer) -> RoundStore:
-    raise RuntimeError("as the test wanted")
-
-
-def fail_to_publish(server: BootstrapServer) -> RoundStore:
-    store = FailingStore(
-        MemoryStore(MemoryClient()), "round", on_exit_barrier=lambda: None, keep=server
-    )
-    store.failures = 1_000_000
-    return store
-
-
-def open_for_nobody(server: BootstrapServer) -> RoundStore:
-    return RoundStore(
-        MemoryStore(MemoryClient()), "round", on_exit_barrier=lambda: None, keep=server
-    )
-
-
-@pytest.mark.parametrize("open_store", [fail_to_open, fail_to_publish, open_for_nobody])
 @pytest.mark.usefixtures("no_garbage_collection")
-def test_the_server_of_a_round_that_nobody_wants_ends_at_once(
-    open_store: Callable[[BootstrapServer], RoundStore],
-) -> None:
-    ports: list[int] = []
-    opened = threading.Event()
+def test_the_server_of_a_round_that_nobody_wants_ends_at_once() -> None:
+    unwanted = Hosting(ROUND, lambda: BootstrapServer("127.0.0.1", soon(), shared=True))
+    port = unwanted.port(PATIENCE_SECONDS)
+    assert port
+    del unwanted
+    assert_ends(port)
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_the_server_of_a_round_that_nobody_wanted_before_it_was_there_ends_at_once() -> None:
+    unwanted, ports = threading.Event(), []
 
     def start() -> BootstrapServer:
+        assert unwanted.wait(PATIENCE_SECONDS)
         server = BootstrapServer("127.0.0.1", soon(), shared=True)
         ports.append(server.port)
         return server
 
-    def open_it(server: BootstrapServer) -> RoundStore:
-        opened.set()
-        return open_store(server)
-
-    unwanted = Hosting(ROUND, start, open_it, soon())
-    assert opened.wait(PATIENCE_SECONDS)
-    unwanted.drop()
-    unwanted.wait(PATIENCE_SECONDS)
-    del unwanted
+    hosting = Hosting(ROUND, start)
+    del hosting
+    unwanted.set()
+    deadline = soon()
+    while not ports:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
     assert_ends(ports[0])
-
-
-def test_a_round_that_is_dropped_while_its_server_starts_does_not_open_the_store() -> None:
-    dropped = threading.Event()
-    opened: list[BootstrapServer] = []
-
-    def start() -> BootstrapServer:
-        assert dropped.wait(PATIENCE_SECONDS)
-        return BootstrapServer("127.0.0.1", soon(), shared=False)
-
-    def open_it(server: BootstrapServer) -> RoundStore:
-        opened.append(server)
-        return round_store(MemoryClient())
-
-    unwanted = Hosting(ROUND, start, open_it, soon())
-    unwanted.drop()
-    dropped.set()
-    with pytest.raises(BootstrapLost, match="dropped"):
-        unwanted.result(soon(), stands)
-    assert not opened, "the store may be closed by then"

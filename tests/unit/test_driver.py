@@ -35,7 +35,7 @@ from rdzv.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from rdzv.ports import Entry, Located, Pulse, Question, Token
+from rdzv.ports import Entry, FirstLook, Located, Pulse, Question, Token
 from rdzv.state import Node, RosterEntry, State
 
 WINDOW_SECONDS = 4.0
@@ -112,7 +112,7 @@ def test_effects_are_answered_as_described(driver: Driver) -> None:
         assert (yield Wait(made.token, None, 0.0, "")) is None
         assert (yield Wait(None, None, 0.0, "")) == Found(STATE, made.token)
         assert (yield Pause(0.0)) is None
-        assert (yield Prepare(STATE)) is None
+        assert (yield Prepare(STATE)) == 0
         assert (yield Withdraw("a")) is None
         assert (yield ListRoster()) == ((), frozenset({"a"}))
         assert not (yield Beat("a", NOBODY)).present
@@ -121,9 +121,24 @@ def test_effects_are_answered_as_described(driver: Driver) -> None:
     assert driver.run(steps()) == "the end"
 
 
+def test_who_reads_before_it_waits_is_answered_by_the_watch_where_that_can_do_it() -> None:
+    class Looking(MemoryBackend, FirstLook):
+        def look_and_watch(self) -> tuple[bytes, Any]:
+            return encode_state(STATE), "looked"
+
+    driver = Driver(Looking(MemorySpace(), "job"), WINDOW_SECONDS)
+    assert driver.perform(Read()) == Found(None, None)
+    assert driver.perform(Read(watches=True)) == Found(STATE, "looked")
+
+
 def test_what_to_prepare_is_told() -> None:
     told: list[State] = []
-    Driver(BareBackend(), WINDOW_SECONDS, told.append).perform(Prepare(STATE))
+
+    def prepare(state: State) -> int:
+        told.append(state)
+        return 4711
+
+    assert Driver(BareBackend(), WINDOW_SECONDS, prepare).perform(Prepare(STATE)) == 4711
     assert told == [STATE]
 
 

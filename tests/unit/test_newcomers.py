@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from rdzv.effects import Announce, Beat, Read
 from rdzv.machine import Rules
+from rdzv.state import Closing
 
-from .protocol_kit import INTERVAL, WINDOW, Peer, World, entry, nodes
+from .protocol_kit import INTERVAL, WINDOW, Peer, World, document, entry, nodes
 
 PAIR = Rules(min_nodes=2, max_nodes=2)
 
@@ -78,3 +80,28 @@ def test_a_newcomer_that_comes_with_the_others_is_waited_for() -> None:
     assert world.state.round == 2
     assert set(world.state.participants) == set(nodes("abc"))
     assert joiner.result == world.state
+
+
+def test_the_age_of_a_document_is_asked_for_only_where_it_decides_something() -> None:
+    world = World(PAIR)
+    world.put(document("ab", waiting=1))
+    (joiner,) = world.enter("c")
+    world.run(1.0, until=lambda: joiner.session.announced)
+    assert joiner.log[0] == Read(watches=True)
+    asked = [effect.question.ageless for effect in joiner.log if isinstance(effect, Announce)]
+    assert asked == [None], "it tells when the participants are to act"
+    world = World(PAIR)
+    world.put(document())
+    (joiner,) = world.enter("c")
+    world.run(1.0, until=lambda: joiner.session.announced)
+    (announced,) = (effect for effect in joiner.log if isinstance(effect, Announce))
+    assert announced.question.ageless == joiner.read().token
+
+
+def test_a_closed_runs_age_is_asked_for() -> None:
+    world = World(PAIR)
+    world.put(document("ab", closed=Closing("done")))
+    (joiner,) = world.enter("c")
+    world.run(1.0, until=lambda: joiner.error is not None)
+    (beat,) = (effect for effect in joiner.log if isinstance(effect, Beat))
+    assert beat.question.ageless is None

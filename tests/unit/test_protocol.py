@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.effects import Announce, Beat, Prepare, Swap, Wait
+from rdzv.effects import Announce, Beat, Swap, Wait
 from rdzv.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -399,20 +399,6 @@ def test_a_confirmation_whose_request_was_lost_is_made_again() -> None:
     second.loses = {len(second.log): "request"}
     world.run(10.0, until=ended(peers))
     assert peers[0].result == second.result == world.state
-
-
-def test_rank_0_prepares_the_round_before_it_confirms_and_nobody_else_does() -> None:
-    world = World(PAIR)
-    peers = world.enter("ab")
-    world.run(1.0, until=ended(peers))
-    assert world.state.participant_ids == ("a", "b")
-    first, second = peers
-    told = first.kinds.index("Prepare")
-    prepared = first.log[told]
-    assert isinstance(prepared, Prepare)
-    assert prepared.state.proposal_id == world.state.round_id
-    assert first.kinds[told + 1] == "Announce"
-    assert "Prepare" not in second.kinds
 
 
 def test_a_proposal_that_was_dropped_is_left_and_the_next_one_confirmed() -> None:

@@ -370,4 +370,5 @@ def test_a_beat_after_a_failed_announcement_announces_again_for_two_minutes() ->
     peer.forget()
     world.run(100.0)
     assert set(peer.kinds) == {"Beat"}
-    assert peer.session.entry == entry("a", running=world.state.round_id)
+    confirmed = entry("a", running=world.state.round_id)
+    assert peer.session.entry == replace(confirmed, port=peer.port)

@@ -39,6 +39,9 @@ PROPOSAL = Proposal("c0de", (A, B))
         ({"incarnation": ""}, "no incarnation"),
         ({"incarnation": LONG}, "a text over"),
         ({"round": -1}, "a negative round"),
+        ({"port": -1}, "an impossible port"),
+        ({"port": 65536}, "an impossible port"),
+        ({"round": 0, "participants": (), "nonce": "", "port": 1}, "a port without a round"),
         ({"round": 0, "nonce": ""}, "participants without a round"),
         ({"participants": ()}, "participants without a round"),
         ({"nonce": ""}, "a round without a nonce"),
@@ -90,6 +93,7 @@ def test_states_that_cannot_exist(changes: dict[str, Any], reason: str) -> None:
     "state",
     [
         State("5f2c"),
+        replace(RUNNING, port=65535),
         State("5f2c", proposal=PROPOSAL, coordinator="a", waiting=2),
         replace(RUNNING, participants=CROWD[1:]),
         replace(RUNNING, proposal=Proposal("c0de", (C,)), lost=("a", "b"), waiting=NODES_MAX),
@@ -107,6 +111,8 @@ def test_states_that_can_exist(state: State) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"port": 4711}, "a port without a round"),
+        ({"running": ROUND, "port": 65536}, "an impossible port"),
         ({"node": Node("", "host")}, "a node without id or address"),
         ({"node": Node("a", "")}, "a node without id or address"),
         ({"node": Node(LONG, "host")}, "a text over"),
@@ -138,6 +144,7 @@ def test_entries_that_cannot_exist(changes: dict[str, Any], reason: str) -> None
     [
         replace(ENTRY, left=ROUND, running=replace(ROUND, round=4), finished=True),
         replace(ENTRY, topology=LONGEST, rank_hint=0),
+        replace(ENTRY, running=ROUND, port=1),
         RosterEntry(Node(LONGEST, LONGEST)),
     ],
 )
