@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 NODES_MAX = 4096
-PORT_MAX = 65535
 """Participants of a round, and the largest ``max_nodes`` that is accepted."""
+PORT_MAX = 65535
 REPLACED_INCARNATIONS_MAX = 8
 """How many closed incarnations a run id remembers to have had before."""
 TEXT_CHARACTERS_MAX = 1024
