@@ -47,6 +47,8 @@ class Announced:
     has_overdue: bool
     """Whether runs are there whose time is over."""
     pulse: Sequence[Any]
+    state: Any
+    """The document where it is another one than the caller knows; None where nobody has looked."""
 
 
 class AtOnce:
@@ -83,9 +85,9 @@ class AtOnce:
             announced = answers[len(statements.announce) - 1]
         is_new: bool | None = announced.rows[0][0] if announced.rows else None
         has_expired, has_overdue = answers[-1].rows[0] if finds else (False, False)
-        return Announced(
-            is_new, has_expired, has_overdue, answers[len(statements.announce)].rows[0]
-        )
+        pulse = answers[len(statements.announce)].rows[0]
+        state = pulse[8] if len(pulse) > 8 else None
+        return Announced(is_new, has_expired, has_overdue, pulse, state)
 
     def beat(self, values: dict[str, Any]) -> tuple[bool, Sequence[Any]]:
         """Let the entry live on; whether there was one, and the pulse."""
@@ -244,8 +246,8 @@ def _put(
 
 
 def _pulse(tables: Tables, run: sa.ColumnElement[str], *, is_told: bool) -> sa.Select[Any]:
-    """:func:`pulse_statement` as it costs PostgreSQL half. With ``is_told`` it also wakes who waits
-    for the roster, where that was changed and is no crowd."""
+    """:func:`pulse_statement` as it costs PostgreSQL half. With ``is_told`` it also finds
+    :func:`new_state`, and wakes who waits for the roster, where it was changed and is no crowd."""
     roster, states, runs, now = tables.roster, tables.states, tables.runs, _AFTER_WAITING.c.now
     live = (
         sa.select(
@@ -269,7 +271,7 @@ def _pulse(tables: Tables, run: sa.ColumnElement[str], *, is_told: bool) -> sa.S
         live.c.live,
         live.c.confirmed,
         live.c.expiry - now,
-        *([tell] if is_told else []),
+        *([new_state(tables), tell] if is_told else []),
     ).select_from(_beside_rows_of_run(_AFTER_WAITING.join(live, sa.true()), tables, run))
 
 

@@ -64,6 +64,10 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._roster = RosterRows(self._database, self._run.key)
         can_send = dialect.sends_as is not None
         self._at_once = AtOnce(self._database, self._run) if can_send else None
+        self._known: Token | None = None
+        """The document that the caller has."""
+        self._news: tuple[bytes, Token] | None = None
+        """One that an announcement has found, and that the caller does not have."""
         self._state_topic, self._roster_topic = map(self._run.topic, ("state", "roster"))
 
     @property
@@ -97,6 +101,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         if self._at_once is None:
             return self._database.read(self._states.get)
         found, state, _ = self._states.seen(self._at_once.look(_States.known(None)), None)
+        self._known = found
         return None if found is None else (state, found)
 
     def set_state(
@@ -144,7 +149,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     def _announce_at_once(
         self, roster: AtOnce, entry: Entry, ttl: int, question: Question
     ) -> Pulse:
-        values = {**row_values(entry, ttl, 0), **asked(question)}
+        known = _States.known(self._known)
+        values = {**row_values(entry, ttl, 0), **asked(question), **known}
         # Who announces itself waits next.
         know = self._database.listen([self._state_topic])
         # Who confirms a round has asked before.
@@ -161,6 +167,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             self._run.sweep()
         pulse = pulse_of(announced.pulse, True, question)
         know((pulse.token, None))
+        if announced.state is not None and pulse.token is not None:
+            self._news = self._states.checked(announced.state), pulse.token
         return pulse
 
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
@@ -197,6 +205,12 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     def wait_for_change(
         self, token: Token | None, timeout_seconds: float, revision: Any = None
     ) -> tuple[bytes, Token] | None:
+        self._known = token
+        news, self._news = self._news, None
+        # What an announcement has found is what a look would find, unless there is other news.
+        if news is not None and self._is_still_news(news[1], token):
+            self._known = news[1]
+            return news
         seen: list[object] = [None]
 
         def look() -> tuple[bytes, Token] | bool | None:
@@ -220,7 +234,13 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
             seen=lambda: seen[0],
             pace=None if revision is None else self._database.dialect.roster_pace,
         )
-        return found if isinstance(found, tuple) else None
+        if not isinstance(found, tuple):
+            return None
+        self._known = found[1]
+        return found
+
+    def _is_still_news(self, found: Token, token: Token | None) -> bool:
+        return found != token and self._database.is_known([self._state_topic], (found, None))
 
 
 class _States:
@@ -264,7 +284,7 @@ class _States:
         if row is None:
             return None
         state, version, write_id = row
-        return self._checked(state), token_of(version, write_id)
+        return self.checked(state), token_of(version, write_id)
 
     @staticmethod
     def known(token: Token | None) -> dict[str, object]:
@@ -281,9 +301,9 @@ class _States:
         version, write_id, state, revision = row
         found = token_of(version, write_id)
         is_there = found is not None and found != token
-        return found, self._checked(state) if is_there else b"", revision or ""
+        return found, self.checked(state) if is_there else b"", revision or ""
 
-    def _checked(self, state: Any) -> bytes:
+    def checked(self, state: Any) -> bytes:
         if not isinstance(state, bytes):
             raise RendezvousStateError(
                 f"{self._endpoint} holds a document that rdzv has not written (no bytes but "

@@ -188,6 +188,10 @@ class Database:
 
         return know
 
+    def is_known(self, topics: Sequence[str], seen: object) -> bool:
+        """Whether this was found last, and nothing was told since."""
+        return self._knowledge.holds(self._mark(topics), seen, time.monotonic())
+
     def notify(self, connection: sa.Connection, *topics: str) -> None:
         """Let the commit of this transaction end waits for these topics."""
         self.dialect.notify(connection, topics)

@@ -24,7 +24,7 @@ import sqlalchemy as sa
 
 from rdzv.backends.sql.base import ChangeSignal, Pace, Polling, Rest
 from rdzv.backends.sql.pool import Pool
-from rdzv.backends.sql.shortage import Limits
+from rdzv.backends.sql.shortage import COUNT, Limits
 
 FOLLOWER_SECONDS_MAX = 1.0
 """A thread that does not read looks so often whether it has to."""
@@ -171,10 +171,7 @@ class Listener(ChangeSignal):
             with pool.connection(deadline) as connection:
                 driver: Any = connection.connection.driver_connection
                 with unless_stale(driver):
-                    self._polling = self._look_around(driver)
-                    if self._polling is None:
-                        driver.add_notify_handler(lambda told: self._count(told.channel))
-                        self._listen(driver, topics)
+                    self._polling = self._begin_to_listen(driver, topics)
         except (sa.exc.DBAPIError, psycopg.Error) as error:
             if self._code(error) != "53300":
                 raise
@@ -189,17 +186,27 @@ class Listener(ChangeSignal):
         self._opened += 1
         return True
 
-    def _look_around(self, driver: Any) -> Polling | None:
-        """How to wait where the server is not to tell."""
+    def _begin_to_listen(self, driver: Any, topics: Sequence[str]) -> Polling | None:
+        """How to wait instead, where the server is not to tell."""
         driver.deadline = time.monotonic() + self._request_seconds
-        process, is_crowded = self._limits(driver).look(driver)
-        if process != driver.pgconn.backend_pid:
+        limits = self._limits(driver)
+        if not limits.is_direct:
             return self._pooled
-        return self._crowded if is_crowded else None
+        cursor = driver.execute(f"BEGIN; {_listening(topics)}; COMMIT; {COUNT}")
+        while cursor.nextset():
+            pass
+        process, processes = cursor.fetchone()
+        is_pooled = process != driver.pgconn.backend_pid
+        if is_pooled or limits.are_short(driver, processes):
+            driver.execute("UNLISTEN *")
+            return self._pooled if is_pooled else self._crowded
+        driver.add_notify_handler(lambda told: self._count(told.channel))
+        self._counts.update(dict.fromkeys(topics, 0))
+        return None
 
     def _listen(self, driver: Any, topics: Sequence[str]) -> None:
         driver.deadline = time.monotonic() + self._request_seconds
-        driver.execute("; ".join(f"LISTEN {topic}" for topic in topics))
+        driver.execute(_listening(topics))
         self._counts.update(dict.fromkeys(topics, 0))
 
     def _listen_too(self, line: _Line, topics: Sequence[str]) -> bool:
@@ -284,6 +291,10 @@ class Listener(ChangeSignal):
             if topic in self._counts:
                 self._counts[topic] += 1
                 self._changed.notify_all()
+
+
+def _listening(topics: Sequence[str]) -> str:
+    return "; ".join(f"LISTEN {topic}" for topic in topics)
 
 
 class _Line:

@@ -1,7 +1,8 @@
 """Whether connections to PostgreSQL are short: the limits, and how many are in use.
 
-The limits are read once, the connections counted each time that somebody wants to keep one. Of
-the connections of others a common role sees whose they are and to what database, but not of which
+The limits are read once, the connections counted each time that somebody wants to keep one: first
+all of them, which costs least, and whose they are only where that might be too many. Of the
+connections of others a common role sees whose they are and to what database, but not of which
 type.
 """
 
@@ -11,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 _LIMITS = """
-SELECT current_setting('max_connections')::int, role.rolconnlimit, role.oid, base.datconnlimit,
-       base.oid
+SELECT pg_backend_pid(), current_setting('max_connections')::int, role.rolconnlimit, role.oid,
+       base.datconnlimit, base.oid
   FROM pg_roles AS role, pg_database AS base
  WHERE role.rolname = session_user AND base.datname = current_database()
 """
+COUNT = "SELECT pg_backend_pid(), count(*) FROM pg_stat_get_backend_idset()"
+"""The server's number of the process that answers, and of all its processes how many there are:
+those that serve a connection and some more."""
 # pg_stat_activity looks up the names of all roles and databases besides, and costs five times as
 # much.
 _USED = """
-SELECT pg_backend_pid(), count(*), count(*) FILTER (WHERE usesysid = %s),
-       count(*) FILTER (WHERE datid = %s)
+SELECT count(*), count(*) FILTER (WHERE usesysid = %s), count(*) FILTER (WHERE datid = %s)
   FROM pg_stat_get_activity(NULL) WHERE datid <> 0 AND usesysid <> 0
 """
 
@@ -29,6 +32,9 @@ SELECT pg_backend_pid(), count(*), count(*) FILTER (WHERE usesysid = %s),
 class Limits:
     """How many connections there may be; less than 0 is any number."""
 
+    is_direct: bool
+    """Whether the server itself was at the other end of the connection, and not a pooler, which
+    promises process numbers of its own."""
     of_server: int
     of_role: int
     role: int
@@ -39,15 +45,18 @@ class Limits:
     @classmethod
     def read(cls, driver: Any) -> Limits:
         """By a connection of the role to the database."""
-        return cls(*driver.execute(_LIMITS).fetchone())
+        process, *numbers = driver.execute(_LIMITS).fetchone()
+        return cls(process == driver.pgconn.backend_pid, *numbers)
 
-    def look(self, driver: Any) -> tuple[int, bool]:
-        """The server's number of the process that answers, and whether connections are short."""
-        process, *used = driver.execute(_USED, (self.role, self.database)).fetchone()
-        return process, self._are_short(*used)
+    def are_short(self, driver: Any, processes: int) -> bool:
+        """Whether more than half of the connections that may be are; the server has so many
+        processes."""
+        if not self._is_short(processes, processes, processes):
+            return False
+        used = driver.execute(_USED, (self.role, self.database)).fetchone()
+        return self._is_short(*used)
 
-    def _are_short(self, of_server: int, of_role: int, of_database: int) -> bool:
-        """Whether more than half of what may be is."""
+    def _is_short(self, of_server: int, of_role: int, of_database: int) -> bool:
         allowed = (self.of_server, self.of_role, self.of_database)
         used = (of_server, of_role, of_database)
         return any(most >= 0 and 2 * n > most for most, n in zip(allowed, used, strict=True))
