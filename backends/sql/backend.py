@@ -66,8 +66,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._at_once = AtOnce(self._database, self._run) if can_send else None
         self._known: Token | None = None
         """The document that the caller has."""
-        self._news: tuple[bytes, Token] | None = None
-        """One that an announcement has found, and that the caller does not have."""
+        self._news: tuple[Token | None, tuple[bytes, Token]] | None = None
+        """What the caller had, and another one that an announcement has found."""
         self._state_topic, self._roster_topic = map(self._run.topic, ("state", "roster"))
 
     @property
@@ -168,7 +168,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         pulse = pulse_of(announced.pulse, True, question)
         know((pulse.token, None))
         if announced.state is not None and pulse.token is not None:
-            self._news = self._states.checked(announced.state), pulse.token
+            self._news = self._known, (self._states.checked(announced.state), pulse.token)
         return pulse
 
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
@@ -208,9 +208,9 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._known = token
         news, self._news = self._news, None
         # What an announcement has found is what a look would find, unless there is other news.
-        if news is not None and self._is_still_news(news[1], token):
-            self._known = news[1]
-            return news
+        if news is not None and news[0] == token and self._is_latest(news[1][1]):
+            self._known = news[1][1]
+            return news[1]
         seen: list[object] = [None]
 
         def look() -> tuple[bytes, Token] | bool | None:
@@ -239,8 +239,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         self._known = found[1]
         return found
 
-    def _is_still_news(self, found: Token, token: Token | None) -> bool:
-        return found != token and self._database.is_known([self._state_topic], (found, None))
+    def _is_latest(self, token: Token) -> bool:
+        return self._database.is_known([self._state_topic], (token, None))
 
 
 class _States:

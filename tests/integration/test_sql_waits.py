@@ -1,0 +1,99 @@
+"""What a wait on PostgreSQL asks the server: nothing that it has been told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rdzv.backends.sql import SqlBackend
+from rdzv.conformance.store_kit import Background
+from rdzv.ports import Entry, Question
+
+from .operations import TTL_SECONDS
+from .sql_targets import empty_server, listens
+
+
+@pytest.fixture
+def postgresql(request: pytest.FixtureRequest) -> Any:
+    return empty_server(request, "postgresql")
+
+
+@contextlib.contextmanager
+def messages_of(backend: SqlBackend) -> Iterator[list[int]]:
+    """How many statements each message has, of those that are sent from now on."""
+    sent: list[int] = []
+    dialect: Any = backend.database.dialect
+    send = dialect.send
+
+    def counted(connection: Any, written: Any, read: Any, *arguments: Any) -> Any:
+        sent.append(len(written) + len(read))
+        return send(connection, written, read, *arguments)
+
+    dialect.send = counted
+    try:
+        yield sent
+    finally:
+        dialect.send = send
+
+
+def announced(backend: SqlBackend, label: str = "") -> Any:
+    return backend.announce(Entry("node", b"data", label), TTL_SECONDS, Question())
+
+
+def test_who_was_told_of_nothing_does_not_look(postgresql: Any, opened: Any) -> None:
+    backend, other = (opened(SqlBackend(postgresql.endpoint(), "run")) for _ in range(2))
+    _, token, _ = backend.set_state(b"1")
+    announced(backend)
+    with messages_of(backend) as sent:
+        assert backend.wait_for_change(token, 0.1) is None
+        assert sent == [], "the announcement has found what is known"
+        waiting = Background(lambda: backend.wait_for_change(token, TTL_SECONDS)).still_blocked()
+        assert sent == []
+        found = other.set_state(b"2", token)[:2]
+        assert waiting.result() == found
+        assert sent == [1], "it looks once when it is told"
+        assert backend.wait_for_change(found[1], 0.1) is None
+        assert sent == [1]
+
+
+def test_what_was_told_between_two_waits_is_looked_for(postgresql: Any, opened: Any) -> None:
+    backend, other = (opened(SqlBackend(postgresql.endpoint(), "run")) for _ in range(2))
+    _, token, _ = backend.set_state(b"1")
+    announced(backend)
+    assert backend.wait_for_change(token, 0.1) is None
+    found = other.set_state(b"2", token)[:2]
+    assert backend.wait_for_change(token, TTL_SECONDS) == found
+
+
+def test_an_announcement_brings_the_document(postgresql: Any, opened: Any) -> None:
+    backend, other = (opened(SqlBackend(postgresql.endpoint(), "run")) for _ in range(2))
+    assert backend.get_state() is None
+    found = other.set_state(b"1")[:2]
+    pulse = announced(backend)
+    assert pulse.token == found[1]
+    assert listens(backend)
+    with messages_of(backend) as sent:
+        assert backend.wait_for_change(None, TTL_SECONDS) == found
+        assert sent == []
+
+
+def test_what_an_announcement_brought_is_not_returned_when_it_is_old(
+    postgresql: Any, opened: Any
+) -> None:
+    backend, other = (opened(SqlBackend(postgresql.endpoint(), "run")) for _ in range(2))
+    first = other.set_state(b"1")
+    announced(backend)
+    second = other.set_state(b"2", first[1])[:2]
+    # Whoever knows the second one must not be given the first.
+    assert backend.wait_for_change(second[1], 0.5) is None
+
+
+def test_a_first_announcement_makes_the_run_in_one_message(postgresql: Any, opened: Any) -> None:
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    backend.open()
+    with messages_of(backend) as sent:
+        assert announced(backend).live == 1
+        assert len(sent) == 1
