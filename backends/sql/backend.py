@@ -240,7 +240,10 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         return found
 
     def _is_still_news(self, found: Token, token: Token | None) -> bool:
-        return found != token and self._database.is_known([self._state_topic], (found, None))
+        told, known = parsed(found), parsed(token or "0:")
+        # What the caller has written or read since may be told of in a moment only.
+        is_later = told is not None and known is not None and told[0] > known[0]
+        return is_later and self._database.is_known([self._state_topic], (found, None))
 
 
 class _States:
