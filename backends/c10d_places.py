@@ -290,8 +290,14 @@ class FilePlace:
             finally:
                 self._mine.is_my_turn = False
 
-    def _lock_file(self) -> TextIO:
-        return self._path.with_name(self._path.name + ".lock").open("a+")
+    @contextlib.contextmanager
+    def _lock_file(self) -> Iterator[TextIO]:
+        with self._path.with_name(self._path.name + ".lock").open("a+") as lock:
+            try:
+                yield lock
+            finally:
+                # A child that was forked meanwhile has it open too: to close it would not do.
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
     def _lock_within(self, lock: TextIO, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -461,6 +461,8 @@ class Database:
             _never_closed.append((self._pool, self._signal))
             self._is_broken_by_fork = True
         self._pool, self._signal = None, self.dialect.signal()
+        # Its first marks are those that the parent's had.
+        self._knowledge = Knowledge(None, None, 0.0)
         self._reset_locks()
 
 

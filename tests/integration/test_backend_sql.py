@@ -29,6 +29,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.memory import MemoryStore
 from rdzv.stores.sql import SqlStore, create_backend
 
+from .operations import run_apart
 from .sqlite_space import TABLES, SqliteTarget, rows
 
 SWARM = Path(__file__).with_name("sqlite_swarm.py")
@@ -167,6 +168,26 @@ def test_forked_processes_count_exactly(space: SqliteTarget) -> None:
 
 def test_a_fork_in_the_middle_of_a_call_harms_nobody(space: SqliteTarget) -> None:
     swarm("busy", space.path)
+
+
+FORKED_AFTER_A_WAIT = """
+import os, sys
+from rdzv.backends.sql import SqlBackend
+
+backend, other = (SqlBackend(sys.argv[1], "job") for _ in range(2))
+_, token, _ = backend.set_state(b"1")
+assert backend.wait_for_change(token, 0.01) is None
+child = os.fork()
+if not child:
+    assert other.set_state(b"2", token)[2]
+    assert backend.wait_for_change(token, 1.0)[0] == b"2"
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_looks_for_itself(space: SqliteTarget) -> None:
+    run_apart(FORKED_AFTER_A_WAIT, str(space.path))
 
 
 def check_counts(space: SqliteTarget, expected: int) -> None:

@@ -193,6 +193,30 @@ def test_a_lock_that_somebody_keeps_is_not_waited_for_for_ever(
     assert opened_file(opened, path).get_state() is None
 
 
+FORKED_IN_A_TURN = """
+import os, signal, sys
+from rdzv.backends.c10d_places import FilePlace
+
+place = FilePlace(sys.argv[1], 60.0)
+place.open(1.0)
+with place.turn(shared=sys.argv[2] == "shared"):
+    child = os.fork()
+    if not child:
+        signal.pause()
+try:
+    place.open(1.0)
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("turn", ["alone", "shared"])
+def test_a_child_that_is_forked_in_a_turn_keeps_no_lock(tmp_path: Path, turn: str) -> None:
+    """It has open what its parent had open, for as long as it lives."""
+    run_apart(FORKED_IN_A_TURN, str(tmp_path / "store"), turn)
+
+
 def test_a_file_without_a_folder(opened: list[Any], tmp_path: Path) -> None:
     with pytest.raises(RendezvousSettingsError, match="folder that exists"):
         opened_file(opened, tmp_path / "nowhere" / "store")

@@ -234,6 +234,22 @@ def test_who_waits_lets_go_for_who_wants_to_listen_too(postgresql: Any, opened: 
     assert waiting.result() == found
 
 
+def test_nobody_is_told_of_less_than_it_has_written(postgresql: Any, opened: Any) -> None:
+    """Another thread reads what the server tells, and may not have come to it yet."""
+    backend = opened(backend_on(postgresql))
+    _, token, _ = backend.set_state(b"0")
+    store = opened(SqlStore(postgresql.endpoint(), "run", beside=backend))
+    reading = Background(lambda: store.get("key"))
+    for number in range(60):
+        until(lambda: backend._database._signal._reader is not None)
+        _, token, _ = backend.set_state(b"earlier", token)
+        backend.announce(Entry("node", str(number).encode()), TTL_SECONDS, Question())
+        _, token, _ = backend.set_state(b"later", token)
+        assert backend.wait_for_change(token, 0.001) is None
+    store.set("key", "")
+    reading.result()
+
+
 def terminate(server: Any) -> None:
     asked(
         server,
