@@ -96,8 +96,9 @@ class DocumentWatch:
     def look(self, is_left: Callable[[], bool]) -> News | None:
         """What is there now, as a watch sees that begins with a look; None where none begins, or
         not at once: then look."""
-        since = time.monotonic()
         with self._changed:
+            # Not before: a watch that is renewed meanwhile has still the old one's news.
+            since = time.monotonic()
             self._waiting_until = max(self._waiting_until, since + DOCUMENTS_SECONDS)
             self._start()
             failures = self._failures

@@ -135,6 +135,17 @@ def test_who_looks_and_then_waits_asks_for_a_watch_and_one_look(server: Any, ope
     assert stranger.beat("node", TTL_SECONDS, Question(ageless="other")).state_age_seconds >= 0.0
 
 
+def test_a_look_is_not_of_before_a_watch_was_renewed(server: Any, opened: Any) -> None:
+    """What was written between the two, the old one has not told and the new one not yet seen."""
+    node = opened(EtcdRendezvousBackend(server.endpoint(), "renewing"))
+    assert node.look_and_watch() is None
+    watch = node._follower._watch(None)
+    with watch._changed:
+        looking = Background(lambda: watch.look(lambda: False)).still_blocked()
+        watch._asked_at = time.monotonic()
+    assert looking.result() is None, "whoever looks has to ask"
+
+
 def test_who_waits_for_the_roster_is_told_and_does_not_look_again(server: Any, opened: Any) -> None:
     node = opened(EtcdRendezvousBackend(server.endpoint(), "roster"))
     other = opened(EtcdRendezvousBackend(server.endpoint(), "roster"))
