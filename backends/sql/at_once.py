@@ -27,6 +27,7 @@ from rdzv.backends.sql.roster import (
     new_row,
     new_state,
     pulse_statement,
+    says_so,
 )
 from rdzv.backends.sql.runs import Run, unique
 from rdzv.backends.sql.schema import Bytes, Tables
@@ -89,10 +90,14 @@ class AtOnce:
         state = pulse[8] if len(pulse) > 8 else None
         return Announced(is_new, has_expired, has_overdue, pulse, state)
 
-    def beat(self, values: dict[str, Any]) -> tuple[bool, Sequence[Any]]:
-        """Let the entry live on; whether there was one, and the pulse."""
-        statements, values = self._statements, {**values, **self._constants}
-        written, read = [statements.extend], [statements.pulse]
+    def beat(
+        self, values: dict[str, Any], said: dict[str, Any] | None
+    ) -> tuple[bool, Sequence[Any]]:
+        """Let the entry live on, where it has the values that were ``said``; whether there was
+        one, and the pulse."""
+        statements, values = self._statements, {**values, **(said or {}), **self._constants}
+        written = [statements.extend if said is None else statements.extend_same]
+        read = [statements.pulse]
         extended, pulse = self._database.send(written, read, values, alone=True)
         return extended.count == 1, pulse.rows[0]
 
@@ -111,6 +116,7 @@ class _Statements:
     row where the run has none."""
     pulse_after_announcing: sa.Executable
     extend: sa.Executable
+    extend_same: sa.Executable
     find: sa.Executable
     pulse: sa.Executable
     look: sa.Executable
@@ -138,18 +144,21 @@ def _statements(
         sa.exists().where(runs.c.alive_until < now),
     )
     extend = roster.update().where(is_mine).values(expires_at=from_now(now))
+    extend_same = extend.where(says_so(roster))
     if language == "postgresql":
         return _Statements(
             _announcement(tables, run, now),
             _pulse(tables, run, is_told=True),
             extend,
+            extend_same,
             find,
             _pulse(tables, run, is_told=False),
             _look(tables, run),
         )
     announcement = _announcement_to_sqlite if language == "sqlite" else _announcement_to_mysql
     pulse, look = pulse_statement(tables, run, now), look_statement(tables, run)
-    return _Statements(announcement(tables, run, now), pulse, extend, find, pulse, look)
+    announce = announcement(tables, run, now)
+    return _Statements(announce, pulse, extend, extend_same, find, pulse, look)
 
 
 @functools.cache

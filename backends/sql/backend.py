@@ -23,6 +23,7 @@ from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.roster import (
     RosterRows,
     asked,
+    entry_values,
     look_statement,
     milliseconds,
     parsed,
@@ -68,6 +69,9 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         """The document that the caller has."""
         self._news: tuple[Token | None, tuple[bytes, Token]] | None = None
         """What the caller had, and another one that an announcement has found."""
+        self._said: dict[str, Entry] = {}
+        """What is in the roster of nodes that this object has announced. A server that has crashed,
+        or a standby in its place, may have an older entry of the node: then this one is gone."""
         self._state_topic, self._roster_topic = map(self._run.topic, ("state", "roster"))
 
     @property
@@ -124,7 +128,12 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         return answer
 
     def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
-        ttl = milliseconds(ttl_seconds)
+        self._said.pop(entry.node_id, None)
+        pulse = self._announce(entry, milliseconds(ttl_seconds), question)
+        self._said[entry.node_id] = entry
+        return pulse
+
+    def _announce(self, entry: Entry, ttl: int, question: Question) -> Pulse:
         if self._at_once is not None:
             return self._announce_at_once(self._at_once, entry, ttl, question)
         node_key = hashed(entry.node_id)
@@ -172,14 +181,15 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         return pulse
 
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
-        node_key, ttl = hashed(node_id), milliseconds(ttl_seconds)
+        node_key, ttl, said = hashed(node_id), milliseconds(ttl_seconds), self._said.get(node_id)
         if self._at_once is not None and not self._run.is_touch_due:
             values = {"node": node_key, "ttl": ttl, **asked(question)}
-            present, row = self._at_once.beat(values)
+            same = None if said is None else entry_values(said, ttl)
+            present, row = self._at_once.beat(values, same)
             return pulse_of(row, present, question)
 
         def work(connection: sa.Connection) -> Pulse:
-            present = self._roster.extend(connection, node_key, ttl)
+            present = self._roster.extend(connection, node_key, ttl, said)
             if present:
                 self._run.touch(connection)
             return self._roster.pulse(connection, present, question)
@@ -187,6 +197,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
         return self._database.write(work, alone=True)
 
     def withdraw(self, node_id: str, ttl_seconds: float) -> None:
+        self._said.pop(node_id, None)
         ttl = milliseconds(ttl_seconds)
 
         def work(connection: sa.Connection) -> None:

@@ -48,8 +48,9 @@ LIMITS_SECONDS = 60.0
 """For so long limits of connections are taken to be what they were."""
 UNFLUSHED = "SET LOCAL synchronous_commit = off"
 """Of the nodes that announce themselves one after the other holds the run's row, so that each
-would wait for the disk of all before it. What a crash takes with it is announced again, by nodes
-that have lost contact; a document that is written later does not outlive what was sent before."""
+would wait for the disk of all before it. What a crash takes with it is announced again: by nodes
+that have lost contact, and by those that have not noticed, at their next beat. A document that is
+written later does not outlive what was sent before."""
 LOCK_OF_THE_MAKERS = 0x72647A76
 """What those who make tables hold: "rdzv" as a number."""
 TOO_MANY_CONNECTIONS = "53300"

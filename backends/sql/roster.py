@@ -34,6 +34,7 @@ class RosterRows:
             is_live, is_node
         )
         self._extend = roster.update().where(is_live, is_node).values(expires_at=from_now(now))
+        self._extend_same = self._extend.where(says_so(roster))
         self._change = self._extend.values(
             data=sa.bindparam("new_data"),
             round_label=sa.bindparam("new_label"),
@@ -51,13 +52,21 @@ class RosterRows:
         row = connection.execute(self._live, {"node": node_key}).one_or_none()
         return None if row is None else self._entry(*row)
 
-    def extend(self, connection: sa.Connection, node_key: str, ttl: int) -> bool:
-        """Let the live entry live on; whether there is one."""
-        return connection.execute(self._extend, {"node": node_key, "ttl": ttl}).rowcount == 1
+    def extend(
+        self, connection: sa.Connection, node_key: str, ttl: int, said: Entry | None = None
+    ) -> bool:
+        """Let the live entry live on, where it is the one that was ``said``; whether there is
+        one."""
+        if said is None:
+            extended = connection.execute(self._extend, {"node": node_key, "ttl": ttl})
+        else:
+            values = {"node": node_key, **entry_values(said, ttl)}
+            extended = connection.execute(self._extend_same, values)
+        return extended.rowcount == 1
 
     def change(self, connection: sa.Connection, node_key: str, entry: Entry, ttl: int) -> bool:
         """Overwrite the live entry, which keeps its place; whether there is one."""
-        values = {"node": node_key, **_entry_values(entry, ttl)}
+        values = {"node": node_key, **entry_values(entry, ttl)}
         return connection.execute(self._change, values).rowcount == 1
 
     def put(
@@ -119,6 +128,12 @@ def new_row(run: sa.ColumnElement[str], now: sa.ColumnElement[int]) -> dict[str,
         "round_label": sa.bindparam("new_label", type_=Bytes),
         "data": sa.bindparam("new_data", type_=Bytes),
     }
+
+
+def says_so(roster: sa.Table) -> sa.ColumnElement[bool]:
+    """Which rows say what :func:`entry_values` are of."""
+    is_same_label = roster.c.round_label == sa.bindparam("new_label", type_=Bytes)
+    return sa.and_(roster.c.data == sa.bindparam("new_data", type_=Bytes), is_same_label)
 
 
 def live_in(
@@ -215,7 +230,7 @@ def parsed(token: Token) -> tuple[int, str] | None:
     return int(version), write_id
 
 
-def _entry_values(entry: Entry, ttl: int) -> dict[str, object]:
+def entry_values(entry: Entry, ttl: int) -> dict[str, object]:
     return {
         "ttl": ttl,
         "new_data": bytes(entry.data),
@@ -229,7 +244,7 @@ def row_values(entry: Entry, ttl: int, withdrawn: int) -> dict[str, object]:
         "node": hashed(entry.node_id),
         "new_node_id": _raw(entry.node_id),
         "new_withdrawn": withdrawn,
-        **_entry_values(entry, ttl),
+        **entry_values(entry, ttl),
     }
 
 
