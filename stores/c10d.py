@@ -231,6 +231,12 @@ class C10dStore(Store):
     """The keys of one run id in a store of torch's."""
 
 
+QUIET_SECONDS = 0.5
+"""After so long without an answer a write asks first: a server that was restarted meanwhile, or a
+file that was replaced, fails the question, which may be repeated."""
+PROBE = "rdzv/probe"
+
+
 class C10dClient(StoreClient):
     """The primitives of a store over ``compare_set``, on the connection of a backend: each that
     is opened costs the host a look-up of a name."""
@@ -247,6 +253,7 @@ class C10dClient(StoreClient):
         self._absent = os.urandom(16)
         """What nobody has written: ``compare_set`` gives it back where there is nothing."""
         self._seconds = min(request_seconds, REQUEST_SECONDS_MAX)
+        self._answered_at = float("-inf")
 
     @property
     def endpoint(self) -> str:  # type: ignore[override]
@@ -415,7 +422,9 @@ class C10dClient(StoreClient):
 
     def _read(self, job: Callable[[Any], T]) -> T:
         try:
-            return self._backend.ask_store(job, self._seconds)
+            answer = self._backend.ask_store(job, self._seconds)
+            self._answered_at = time.monotonic()
+            return answer
         except RendezvousConnectionError as error:
             raise Unanswered(str(error)) from error
         except RendezvousStateError as error:
@@ -431,6 +440,8 @@ class C10dClient(StoreClient):
             try:
                 if look is not None:
                     look(store)
+                elif time.monotonic() - self._answered_at > QUIET_SECONDS:
+                    store.check([PROBE])
                 if not begun.acquire(blocking=False):
                     raise Abandoned
                 return job(store)
@@ -447,6 +458,7 @@ class C10dClient(StoreClient):
             raise Unanswered(str(error)) from error
         except RendezvousStateError as error:
             raise dist.DistStoreError(str(error)) from error
+        self._answered_at = time.monotonic()
         if isinstance(answer, ValueError):
             raise answer
         return answer
