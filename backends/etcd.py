@@ -82,8 +82,8 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
         """What this object has announced, or beaten for."""
         self._granted: dict[int, int] = {}
         """The times to live that leases got, by those that were asked for: etcd has a least."""
-        self._fresh: dict[int, tuple[int, float]] = {}
-        """The leases of this object's nodes: for how long they live from which moment on."""
+        self._fresh: dict[str, tuple[int, int, float]] = {}
+        """Of this object's nodes the lease, and for how long it lives from which moment on."""
         self._asked = [
             self._etcd.get(self._version),
             self._etcd.get(self._roster),
@@ -294,7 +294,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
         seconds, runs = whole_seconds(ttl_seconds), bool(entry.round_label)
         node, row = entry.node_id, self._rows.get(entry.node_id)
         for _ in range(TRIES_MAX):
-            is_kept = row is not None and self._keep(row, seconds)
+            is_kept = row is not None and self._keep(node, row, seconds)
             if row is not None and is_kept and row.entry == entry:
                 answer = self._look(node, question)
                 now = row_of(self._etcd, node, range_of(answer, 0))
@@ -302,11 +302,11 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
                     return self._pulse(answer, question, True, runs)
                 row = now
                 continue
-            lease = row.lease if row is not None and is_kept else self._grant(seconds)
+            lease = row.lease if row is not None and is_kept else self._grant(node, seconds)
             has_changed = row is None or row.entry != entry
             answer = self._put(entry, row, lease, question, has_changed)
             if answer.succeeded:
-                self._rows[node] = Row(entry, answer.header.revision, lease)
+                self._remember(node, Row(entry, answer.header.revision, lease))
                 return self._pulse(answer, question, True, runs)
             row = row_of(self._etcd, node, range_of(answer, 0))
         raise self._restless(node)
@@ -314,7 +314,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
     @in_time
     def beat(self, node_id: str, ttl_seconds: float, question: Question) -> Pulse:
         seconds, row = whole_seconds(ttl_seconds), self._rows.get(node_id)
-        is_kept = row is not None and self._keep(row, seconds)
+        is_kept = row is not None and self._keep(node_id, row, seconds)
         for _ in range(TRIES_MAX):
             answer = self._look(node_id, question)
             now = row_of(self._etcd, node_id, range_of(answer, 0))
@@ -324,9 +324,9 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
                 return self._pulse(answer, question, present, True, thoroughly=True)
             # Somebody else has announced it, or it is to live for another time.
             is_other, row = now != row, now
-            is_kept = is_other and self._keep(now, seconds)
+            is_kept = is_other and self._keep(node_id, now, seconds)
             if not is_kept:
-                lease = self._grant(seconds)
+                lease = self._grant(node_id, seconds)
                 moved = self._put(row.entry, row, lease, question, has_changed=False)
                 if moved.succeeded:
                     row, is_kept = Row(row.entry, moved.header.revision, lease), True
@@ -335,7 +335,7 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
     @in_time
     def withdraw(self, node_id: str, ttl_seconds: float) -> None:
         etcd, row = self._etcd, self._rows.get(node_id)
-        lease = self._grant(whole_seconds(ttl_seconds))
+        lease, _ = etcd.grant(whole_seconds(ttl_seconds))
         key = self._nodes + raw(node_id)
         for _ in range(TRIES_MAX):
             removed = [] if row is None else [etcd.delete(key), *self._label(row.entry)]
@@ -391,31 +391,31 @@ class EtcdRendezvousBackend(RendezvousBackend, Roster, Watch, FirstLook, Located
             [etcd.get(key)],
         )
 
-    def _keep(self, row: Row, seconds: int) -> bool:
+    def _keep(self, node_id: str, row: Row, seconds: int) -> bool:
         """Keep a lease alive, if it was not just now. Whether it is there, as far as is known, and
         lives for so long."""
         now = time.monotonic()
-        known_seconds, kept_at = self._fresh.get(row.lease, (0, now))
-        if known_seconds == seconds and now - kept_at < seconds * FRESH_SHARE:
+        lease, known_seconds, kept_at = self._fresh.get(node_id, (0, 0, now))
+        is_same = (lease, known_seconds) == (row.lease, seconds)
+        if is_same and now - kept_at < seconds * FRESH_SHARE:
             return True
         lives = self._etcd.keep_alive(row.lease)
         is_kept = lives > 0 and lives == self._granted.get(seconds, seconds)
         if is_kept:
-            self._fresh[row.lease] = seconds, now
+            self._fresh[node_id] = row.lease, seconds, now
         return is_kept
 
-    def _grant(self, seconds: int) -> int:
+    def _grant(self, node_id: str, seconds: int) -> int:
         now = time.monotonic()
         lease, granted = self._etcd.grant(seconds)
         self._granted[seconds] = granted
-        self._fresh[lease] = seconds, now
+        self._fresh[node_id] = lease, seconds, now
         return lease
 
     def _remember(self, node_id: str, row: Row | None) -> None:
         if row is None:
-            left = self._rows.pop(node_id, None)
-            if left is not None:
-                self._fresh.pop(left.lease, None)
+            self._rows.pop(node_id, None)
+            self._fresh.pop(node_id, None)
         else:
             self._rows[node_id] = row
 

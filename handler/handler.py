@@ -325,8 +325,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
         info: RendezvousStoreInfo
         server = None
         if rank == 0:
-            host = self._host
-            server = host(round_id, deadline).server(deadline, lambda: self._broken(state))
+            hosting = self._host(round_id, deadline)
+            server = hosting.server(deadline, lambda: self._broken(state))
+            del hosting  # which would keep the server longer than the store does
         store = self._open_round(round_id, server)
         if state.port:
             info = RendezvousStoreInfo(state.participants[0].address, state.port)

@@ -21,6 +21,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from rdzv.backends.sql.base import Language
 from rdzv.backends.sql.engine import Database
 from rdzv.backends.sql.roster import (
+    PULSE_COLUMNS,
     from_now,
     live_in,
     look_statement,
@@ -87,7 +88,7 @@ class AtOnce:
         is_new: bool | None = announced.rows[0][0] if announced.rows else None
         has_expired, has_overdue = answers[-1].rows[0] if finds else (False, False)
         pulse = answers[len(statements.announce)].rows[0]
-        state = pulse[8] if len(pulse) > 8 else None
+        state = pulse[PULSE_COLUMNS] if len(pulse) > PULSE_COLUMNS else None
         return Announced(is_new, has_expired, has_overdue, pulse, state)
 
     def beat(

@@ -105,6 +105,9 @@ class Knowledge:
         return is_told_of and is_same and now - self.looked_at < KNOWLEDGE_SECONDS_MAX
 
 
+NO_KNOWLEDGE = Knowledge(None, None, 0.0)
+
+
 class ChangeSignal(ABC):
     """Tells that something may have been committed by anyone."""
 

@@ -36,6 +36,7 @@ import sqlalchemy as sa
 
 from rdzv.backends.sql.base import (
     KNOWLEDGE_SECONDS_MAX,
+    NO_KNOWLEDGE,
     Answer,
     ChangeSignal,
     Dialect,
@@ -99,7 +100,7 @@ class Database:
         self._signal: ChangeSignal = dialect.signal()
         self._pool: Pool | None = None
         self._patience = Patience()
-        self._knowledge = Knowledge(None, None, 0.0)
+        self._knowledge = NO_KNOWLEDGE
         self._closed_count = 0
         self.failed_count = 0
         self._is_broken_by_fork = False
@@ -462,7 +463,7 @@ class Database:
             self._is_broken_by_fork = True
         self._pool, self._signal = None, self.dialect.signal()
         # Its first marks are those that the parent's had.
-        self._knowledge = Knowledge(None, None, 0.0)
+        self._knowledge = NO_KNOWLEDGE
         self._reset_locks()
 
 

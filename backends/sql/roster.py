@@ -14,6 +14,8 @@ from rdzv.errors import RendezvousStateError
 from rdzv.ports import Entry, Listed, Pulse, Question, Token
 
 PURGE_ROWS_MAX = 100
+PULSE_COLUMNS = 8
+"""Of each row that :func:`pulse_of` reads; a dialect may ask for more behind them."""
 
 
 class RosterRows:
@@ -198,7 +200,7 @@ def asked(question: Question) -> dict[str, object]:
 
 
 def pulse_of(row: Sequence[Any], present: bool, question: Question) -> Pulse:
-    version, write_id, age, revision, peers, live, confirmed, expiry = row[:8]
+    version, write_id, age, revision, peers, live, confirmed, expiry = row[:PULSE_COLUMNS]
     return Pulse(
         token=token_of(version, write_id),
         live=live,

@@ -133,6 +133,23 @@ def test_a_listener_whose_connection_is_forgotten_connects_anew(
     until(lambda: token in listening._dates)
 
 
+def test_a_write_after_a_pause_survives_a_server_that_was_restarted(
+    opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks before it writes: what fails then may be repeated, what was written may not."""
+    monkeypatch.setattr(stores, "QUIET_SECONDS", 0.0)
+    server = tcp_server(tmp_path)
+    try:
+        _, store = opened_both(opened, server.address[1], is_host="false")
+        assert store.add("counter", 1) == 1
+        server.kill()
+        server.restart(keep_data=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+    finally:
+        server.close()
+
+
 def test_idle_connections_are_kept_alive(opened: list[Any], port: int) -> None:
     backend = opened_tcp(opened, port)
     link, listener = backend._links._link, backend._listener

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
 from functools import partial
 from typing import Any
 
+import pyetcd  # type: ignore[import-untyped]
 import pytest
 
 from rdzv.backends.etcd import EtcdRendezvousBackend
@@ -232,3 +234,17 @@ def test_a_node_that_has_not_heard_knows_the_age_by_the_lease(server: Any, opene
 
 def _all_heard(ages: list[Any]) -> bool:
     return all(each._since_revision for each in ages)
+
+
+def test_leases_that_are_over_are_forgotten(server: Any, opened: Any) -> None:
+    backend = opened(EtcdRendezvousBackend(server.endpoint(), uuid.uuid4().hex))
+    host, port = server.address
+    with contextlib.closing(pyetcd.client(host, port, timeout=5.0)) as client:
+        for number in range(3):
+            backend.announce(Entry("node", b""), 60.0, Question())
+            client.revoke_lease(backend._rows["node"].lease)
+            backend.announce(Entry("node", str(number).encode()), 8.0, Question())
+            backend.withdraw("node", 60.0)
+    assert backend._fresh == {}
+    backend.announce(Entry("node", b""), 60.0, Question())
+    assert [lease for lease, *_ in backend._fresh.values()] == [backend._rows["node"].lease]

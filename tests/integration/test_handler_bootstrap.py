@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +46,22 @@ SOON_SECONDS = 2.0
 def late(hosting: Hosting, timeout_seconds: float) -> int:
     """In place of ``Hosting.port``: the server is there too late for the document."""
     return 0
+
+
+@contextlib.contextmanager
+def published_by(store: type[RoundStore]) -> Iterator[tuple[Job, list[Node], list[Future[Any]]]]:
+    """Two nodes and their joins. Their round is final, and its address goes by the round's store,
+    which is such a one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rdzv.handler, "RoundStore", store)
+        patch.setattr(Hosting, "port", late)
+        with Job("2:2") as job:
+            nodes = [job.node(), job.node()]
+            joins = [node.join() for node in nodes]
+            wait_until(
+                "a round is final", lambda: all(n.handler._keep_alive._running for n in nodes)
+            )
+            yield job, nodes, joins
 
 
 def test_rank_0_that_dies_before_it_has_published_is_replaced(
@@ -195,21 +214,13 @@ def test_a_wipe_while_the_round_is_set_up_sends_nobody_round_again() -> None:
             slow.wait(PATIENCE_SECONDS)
             super().multi_set(keys, values)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rdzv.handler, "RoundStore", Slow)
-        patch.setattr(Hosting, "port", late)
-        with Job("2:2") as job:
-            nodes = [job.node(), job.node()]
-            joins = [node.join() for node in nodes]
-            wait_until(
-                "a round is final", lambda: all(n.handler._keep_alive._running for n in nodes)
-            )
-            before = nodes[0].state.round_id
-            job.space.wipe()
-            wait_until("the document is back", lambda: job.document_round == before)
-            slow.set()
-            results(nodes, joins)
-            assert nodes[0].state.round_id == before
+    with published_by(Slow) as (job, nodes, joins):
+        before = nodes[0].state.round_id
+        job.space.wipe()
+        wait_until("the document is back", lambda: job.document_round == before)
+        slow.set()
+        results(nodes, joins)
+        assert nodes[0].state.round_id == before
 
 
 def test_nothing_is_hosted_for_nobody() -> None:
@@ -257,15 +268,7 @@ def test_closing_while_a_round_is_set_up_is_told() -> None:
         def multi_set(self, keys: Any, values: Any) -> None:
             raise dist.DistNetworkError("as the test wanted")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rdzv.handler, "RoundStore", Never)
-        patch.setattr(Hosting, "port", late)
-        with Job("2:2") as job:
-            nodes = [job.node(), job.node()]
-            joins = [node.join() for node in nodes]
-            wait_until(
-                "a round is final", lambda: all(n.handler._keep_alive._running for n in nodes)
-            )
-            job.node().handler.set_closed()
-            errors = [join.exception(PATIENCE_SECONDS) for join in joins]
-            assert [type(error) for error in errors] == [RendezvousClosedError] * 2
+    with published_by(Never) as (job, _, joins):
+        job.node().handler.set_closed()
+        errors = [join.exception(PATIENCE_SECONDS) for join in joins]
+        assert [type(error) for error in errors] == [RendezvousClosedError] * 2
