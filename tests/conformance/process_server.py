@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rdzv.conformance.servers.local import free_port
+from rdzv.conformance.servers.local import ATTEMPTS_MAX, free_port
 from rdzv.conformance.target import Server
 
 LOG_BYTES_SHOWN = 2000
@@ -25,9 +25,11 @@ GUARD = 'read line; kill -s KILL -- "-$0"'
 class ProcessServer(Server):
     """Starts ``command`` and returns when the server answers.
 
-    In the command ``{port}`` stands for a free loopback port and ``{data}`` for a folder of its
-    own below ``folder``, which is empty at first and after a restart without data. What the server
-    prints goes to ``folder/server.log``. It is given a process group of its own, and what is done
+    In the command ``{port}`` and ``{port_2}`` stand for free loopback ports and ``{data}`` for a
+    folder of its own below ``folder``, which is empty at first and after a restart without data. A
+    server that ends at its first start is tried again on other ports, since somebody else may take
+    one between the look and the start; afterwards its ports stay. What the server prints goes to
+    ``folder/server.log``. It is given a process group of its own, and what is done
     to it is done to all of the group. It ends with this process, however that ends: a shell waits
     for the end of a pipe that only this process holds open.
 
@@ -50,11 +52,10 @@ class ProcessServer(Server):
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
         self._start_seconds_max = start_seconds_max
-        self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
-        self._start(keep_data=False)
+        self._start_somewhere()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -103,12 +104,22 @@ class ProcessServer(Server):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
+    def _start_somewhere(self) -> None:
+        for left in reversed(range(ATTEMPTS_MAX)):
+            self._port, self._port_2 = free_port(), free_port()
+            try:
+                return self._start(keep_data=False)
+            except _EndedEarly:
+                if not left:
+                    raise
+
     def _start(self, *, keep_data: bool) -> None:
         if not keep_data:
             shutil.rmtree(self.data, ignore_errors=True)
             self.data.mkdir(parents=True)
             self.prepare()
-        values = {"{port}": str(self._port), "{data}": str(self.data)}
+        ports = {"{port}": str(self._port), "{port_2}": str(self._port_2)}
+        values = {**ports, "{data}": str(self.data)}
         command = [_filled(part, values) for part in self._command]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -136,7 +147,7 @@ class ProcessServer(Server):
             if process.poll() is not None or time.monotonic() > deadline:
                 ended = process.returncode
                 self.kill()
-                raise RuntimeError(
+                raise (RuntimeError if ended is None else _EndedEarly)(
                     f"{self.technology} does not answer at port {self._port}: "
                     + (f"it ended with {ended}" if ended is not None else "it takes too long")
                     + f"; it said {self._said()!r}"
@@ -145,6 +156,10 @@ class ProcessServer(Server):
 
     def _said(self) -> str:
         return self.log.read_bytes()[-LOG_BYTES_SHOWN:].decode("utf-8", "replace")
+
+
+class _EndedEarly(RuntimeError):
+    """The server ended before it answered."""
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

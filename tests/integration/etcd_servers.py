@@ -49,7 +49,7 @@ class EtcdProcess(ProcessServer):
             *options,
         ]
         if not any("initial-cluster=" in option for option in options):
-            peers = f"http://127.0.0.1:{free_port()}"
+            peers = "http://127.0.0.1:{port_2}"
             command += [f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}"]
             command += [f"--initial-cluster=default={peers}"]
         super().__init__(command, folder, technology="etcd", version=version_of(command[0]))

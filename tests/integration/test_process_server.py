@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from rdzv.conformance import process_server
 from rdzv.conformance.process_server import ProcessServer
+from rdzv.conformance.servers.local import free_port
 
 A_WHILE_SECONDS = 0.1
 PROGRAM = """
@@ -81,6 +83,24 @@ def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no port today')"]
     with pytest.raises(RuntimeError, match=r"broken does not answer.*ended with 1.*no port today"):
         ProcessServer(command, tmp_path, technology="broken")
+
+
+def test_it_goes_to_other_ports_if_one_is_taken_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", f"import sys; del sys.argv[2]{PROGRAM}"]
+    command += ["{port}", "{port_2}", "{data}"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        free = [free_port() for _ in range(3)]
+        chosen = [taken.getsockname()[1], *free]
+        monkeypatch.setattr(process_server, "free_port", lambda: chosen.pop(0))
+        with contextlib.closing(ProcessServer(command, tmp_path, technology="files")) as server:
+            assert server.address[1] == free[1]
+            server.kill()
+            server.restart(keep_data=True)
+            assert server.address[1] == free[1]
+    assert "Address already in use" in server.log.read_text()
 
 
 def test_one_that_never_answers_is_ended(tmp_path: Path) -> None:
