@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 import torch.distributed as dist
 
-from rdzv.backends.sql.at_once import values_statement
 from rdzv.backends.sql.backend import SqlBackend
 from rdzv.backends.sql.dialects import dialect_for
 from rdzv.backends.sql.engine import AnswerLost, Database
@@ -27,6 +26,7 @@ from rdzv.backends.sql.files import filesystem_type
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.runs import Run, unique
 from rdzv.backends.sql.schema import hashed, tables
+from rdzv.backends.sql.statements import values_statement
 from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousSettingsError,

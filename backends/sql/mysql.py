@@ -190,7 +190,7 @@ class MysqlDialect(ServerDialect):
         deadline = time.monotonic() + seconds
         driver: Any = connection.connection.driver_connection
         cursor = driver.cursor()
-        texts = [self.text(cursor, each, values) for each in (*written, *read)]
+        texts = self.texts((*written, *read), values, lambda one: cursor.mogrify("%s", [one]))
         if written:
             texts.insert(len(written), "COMMIT")
             texts.insert(0, "START TRANSACTION")

@@ -10,16 +10,18 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 import select
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 import sqlalchemy as sa
+from psycopg.adapt import Transformer
 from psycopg.waiting import Ready, Wait
 from sqlalchemy.dialects import postgresql
 
@@ -27,7 +29,6 @@ from rdzv.backends.sql.base import Answer, ChangeSignal, Pace
 from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
 from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
-from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
 from rdzv.backends.sql.server import (
     OVERCROWDED,
@@ -36,7 +37,8 @@ from rdzv.backends.sql.server import (
     ServerDialect,
     masked,
 )
-from rdzv.backends.sql.shortage import Limits
+from rdzv.backends.sql.shortage import LIMITS, Limits
+from rdzv.backends.sql.statements import PLACEHOLDERS, statements_for
 from rdzv.errors import RendezvousSettingsError
 
 POLL_SECONDS = 0.25
@@ -165,20 +167,37 @@ class PostgresqlDialect(ServerDialect):
     def is_transient(self, error: BaseException) -> bool:
         return super().is_transient(error) or isinstance(error, StaleConnection)
 
-    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
-        super().prepare(tables, pool, deadline)
-        with pool.connection(deadline) as connection:
-            self.begin(connection, False, deadline - time.monotonic())
-            driver: Any = connection.connection.driver_connection
-            with unless_stale(driver):
-                self._limits_by(driver)
+    def _try_all(self, connection: sa.Connection, tables: Tables, seconds: float) -> Any:
+        self.begin(connection, False, seconds)
+        driver: Any = connection.connection.driver_connection
+        literal = _literals_for(driver)
+        asked = self.texts([tables.newest_version, self._asks_rights(tables)], {}, literal)
+        # What will be sent when many join at once is planned now: whatever a server has against
+        # it is told at the start, and its process has read by then what its catalogue says.
+        sent = statements_for(tables, self.now, self.sends_as).of_a_join
+        planned = [f"EXPLAIN {text}" for text in self.texts(sent, PLACEHOLDERS, literal)]
+        answers = self._answers(driver, "; ".join((*asked, *planned, LIMITS)))
+        self._note_limits(driver, answers[-1].rows[0])
+        if not answers[1].rows[0][0]:
+            # It may have them column by column.
+            super()._try_all(connection, tables, seconds)
+        return answers[0].rows[0][0]
+
+    def _asks_rights(self, tables: Tables) -> sa.Select[Any]:
+        """Asks for all rights that are needed, which costs less than to try them."""
+        name_of = self._by_name.identifier_preparer.format_table
+        return _rights(tuple(map(name_of, tables.all_of_runs)))
 
     def _limits_by(self, driver: Any) -> Limits:
         """The limits of connections, not older than that, by the driver's connection."""
         limits, read_at = self._limits
         if limits is None or time.monotonic() - read_at > LIMITS_SECONDS:
-            limits = Limits.read(driver)
-            self._limits = limits, time.monotonic()
+            return self._note_limits(driver, driver.execute(LIMITS).fetchone())
+        return limits
+
+    def _note_limits(self, driver: Any, row: Sequence[Any]) -> Limits:
+        limits = Limits.of(driver, row)
+        self._limits = limits, time.monotonic()
         return limits
 
     @contextmanager
@@ -215,20 +234,20 @@ class PostgresqlDialect(ServerDialect):
     ) -> list[Answer]:
         self.begin(connection, False, seconds)
         driver: Any = connection.connection.driver_connection
-        cursor = psycopg.ClientCursor(driver)
-        texts = [self.text(cursor, each, values) for each in (*written, *read)]
+        texts = self.texts((*written, *read), values, _literals_for(driver))
         if not written:
-            return self._answers(driver, cursor, "; ".join(texts))
+            return self._answers(driver, "; ".join(texts))
         texts.insert(len(written), "COMMIT")
         begin = f"{_begin(driver.deadline - time.monotonic())}; {UNFLUSHED}"
-        answers = self._answers(driver, cursor, "; ".join((begin, *texts)))
+        answers = self._answers(driver, "; ".join((begin, *texts)))
         answers = answers[len(answers) - len(texts) :]
         del answers[len(written)]
         return answers
 
     @staticmethod
-    def _answers(driver: Any, cursor: psycopg.ClientCursor[Any], message: str) -> list[Answer]:
+    def _answers(driver: Any, message: str) -> list[Answer]:
         answers: list[Answer] = []
+        cursor = psycopg.ClientCursor(driver)
         with unless_stale(driver):
             cursor.execute(message)
             while True:
@@ -258,8 +277,17 @@ class PostgresqlDialect(ServerDialect):
         return statement.on_conflict_do_update(index_elements=keys, set_=others)
 
 
-_compiled: dict[Any, Any] = {}
-"""Statements that are :meth:`PostgresqlDialect.send`\\ t; there are few."""
+def _literals_for(driver: Any) -> Callable[[Any], str]:
+    transformer = Transformer(driver)
+    encoding = driver.info.encoding
+    return lambda value: transformer.as_literal(value).decode(encoding)
+
+
+@functools.cache
+def _rights(names: tuple[str, ...]) -> sa.Select[Any]:
+    rights = ("SELECT", "INSERT", "UPDATE", "DELETE")
+    has = [sa.func.has_table_privilege(name, right) for name in names for right in rights]
+    return sa.select(sa.and_(*has))
 
 
 def _begin(seconds: float) -> str:

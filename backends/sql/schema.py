@@ -151,9 +151,19 @@ class Tables:
         )
 
     @property
+    def newest_version(self) -> sa.Select[Any]:
+        """Asks for the version of the tables, NULL where none was noted."""
+        return sa.select(sa.func.max(self.schema.c.version))
+
+    @property
     def of_a_run(self) -> tuple[sa.Table, ...]:
         """The tables with many rows a run, to be swept before its rows in the others."""
         return (self.store, self.queues, self.writers, self.roster)
+
+    @property
+    def all_of_runs(self) -> tuple[sa.Table, ...]:
+        """Those and the rows."""
+        return (*self.of_a_run, self.states, self.runs)
 
     def create(self, connection: sa.Connection) -> None:
         """Make what is missing; the caller holds whatever keeps others from doing it too."""
@@ -172,7 +182,10 @@ class Tables:
 
     def check_version(self, connection: sa.Connection, endpoint: str) -> bool:
         """The same where the tables are known to be there."""
-        version = connection.scalar(sa.select(sa.func.max(self.schema.c.version)))
+        return self.is_known(connection.scalar(self.newest_version), endpoint)
+
+    def is_known(self, version: int | None, endpoint: str) -> bool:
+        """The same of what :attr:`newest_version` has found."""
         if version is None:
             return False
         if version != SCHEMA_VERSION:

@@ -13,7 +13,7 @@ import math
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -42,7 +42,8 @@ OVERCROWDED = "The server has no connection left: raise its limit, or put a pool
 READ_ONLY = "This server takes no writes: it may be a standby. The next call connects anew."
 UNREACHABLE = "Look whether the server runs and can be reached from here."
 
-_compiled: dict[Any, Any] = {}
+_compiled: dict[Any, tuple[str, dict[str, str]]] = {}
+"""Of statements, their text and the literals that they bring with them."""
 _engines: dict[tuple[sa.URL, float], sa.Engine] = {}
 
 
@@ -128,15 +129,25 @@ class ServerDialect(Dialect):
         """What :func:`sqlalchemy.create_engine` is told besides."""
         return {}
 
-    def text(self, cursor: Any, statement: Any, values: Mapping[str, Any]) -> str:
-        """The statement as it is sent, by a cursor that puts values in. For the few statements of
-        :meth:`send`: each is compiled once."""
-        key = (type(self), statement)
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = _compiled[key] = statement.compile(dialect=self._by_name)
-        given = {name: values.get(name, default) for name, default in compiled.params.items()}
-        return str(cursor.mogrify(compiled.string, given))
+    def texts(
+        self,
+        statements: Sequence[Any],
+        values: Mapping[str, Any],
+        literal: Callable[[Any], str],
+    ) -> list[str]:
+        """The statements as they are sent: each is compiled once, and each value is made a
+        ``literal`` of the language once, however many of them name it."""
+        literals = {name: literal(value) for name, value in values.items()}
+        texts = []
+        for statement in statements:
+            key = (type(self), statement)
+            if key not in _compiled:
+                compiled = statement.compile(dialect=self._by_name)
+                fixed = {n: literal(v) for n, v in compiled.params.items() if v is not None}
+                _compiled[key] = (compiled.string, fixed)
+            text, fixed = _compiled[key]
+            texts.append(text % {**fixed, **literals})
+        return texts
 
     def is_replaced(self) -> bool:
         return False
@@ -148,9 +159,9 @@ class ServerDialect(Dialect):
         with pool.connection(deadline) as connection:
             self.begin(connection, False, deadline - time.monotonic())
             try:
-                if not self._is_made(connection, tables):
+                if not self._is_made(connection, tables, deadline):
                     self._make(connection, tables, deadline)
-                self._check_rights(connection, tables, deadline)
+                    self._is_made(connection, tables, deadline)
             except (sa.exc.DBAPIError, self.driver_error) as error:
                 if self.code(error) in self.missing_right:
                     raise RendezvousSettingsError(
@@ -158,22 +169,28 @@ class ServerDialect(Dialect):
                     ) from error
                 raise
 
-    def _is_made(self, connection: sa.Connection, tables: Tables) -> bool:
-        # One statement that names all tables, instead of questions about the catalogue.
-        there = [
-            sa.select(sa.func.count()).select_from(table).where(sa.false()).scalar_subquery()
-            for table in tables.metadata.sorted_tables
-        ]
+    def _is_made(self, connection: sa.Connection, tables: Tables, deadline: float) -> bool:
+        """Whether all tables are there. Raises the driver's error where they may not be used."""
         try:
-            connection.execute(sa.select(*there))
-        except sa.exc.DBAPIError as error:
+            version = self._try_all(connection, tables, max(deadline - time.monotonic(), 1.0))
+            return tables.is_known(version, self.endpoint)
+        except (sa.exc.DBAPIError, self.driver_error) as error:
+            if self.code(error) not in self.missing_table:
+                raise
+            # On PostgreSQL nothing more is asked on one that was answered with an error.
+            connection.invalidate()
+            return False
+        finally:
             connection.rollback()
-            if self.code(error) in self.missing_table:
-                return False
-            raise
-        is_made = tables.check_version(connection, self.endpoint)
-        connection.rollback()
-        return is_made
+
+    def _try_all(self, connection: sa.Connection, tables: Tables, seconds: float) -> Any:
+        """Try all rights without effect; return the tables' version."""
+        statements = (tables.newest_version, *_without_effect(tables))
+        if self.sends_as is not None:
+            return self.send(connection, [], statements, {}, seconds)[0].rows[0][0]
+        self.begin(connection, True, seconds)
+        version, *_ = [connection.execute(each) for each in statements]
+        return version.scalar_one()
 
     def _make(self, connection: sa.Connection, tables: Tables, deadline: float) -> None:
         if not self._options.create_tables:
@@ -192,7 +209,7 @@ class ServerDialect(Dialect):
                         f"{self.endpoint}: another process is making the tables and does not end"
                     )
                 time.sleep(pause)
-                if self._is_made(connection, tables):
+                if self._is_made(connection, tables, deadline):
                     return
         except sa.exc.DBAPIError as error:
             if self.code(error) in self.missing_right:
@@ -222,19 +239,6 @@ class ServerDialect(Dialect):
 
     def make_schema(self, connection: sa.Connection) -> None:
         """Make the schema of the tables, where that is a thing of its own and missing."""
-
-    def _check_rights(self, connection: sa.Connection, tables: Tables, deadline: float) -> None:
-        seconds = max(deadline - time.monotonic(), 1.0)
-        statements = _without_effect(tables)
-        if self.sends_as is not None:
-            self.send(connection, [], statements, {}, seconds)
-        else:
-            self.begin(connection, True, seconds)
-            try:
-                for statement in statements:
-                    connection.execute(statement)
-            finally:
-                connection.rollback()
 
     def explain(self, error: BaseException) -> Trouble:
         code = self.code(error)
@@ -275,7 +279,7 @@ def _secrets_of(url: sa.URL) -> tuple[str | None, ...]:
 def _without_effect(tables: Tables) -> tuple[sa.Executable, ...]:
     """Statements that need all rights that are needed, and change nothing."""
     statements: list[sa.Executable] = []
-    for table in (*tables.of_a_run, tables.states, tables.runs):
+    for table in tables.all_of_runs:
         names, first = [column.name for column in table.columns], next(iter(table.columns))
         statements += (
             table.insert().from_select(names, sa.select(table).where(sa.false())),

@@ -8,10 +8,11 @@ type.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_LIMITS = """
+LIMITS = """
 SELECT pg_backend_pid(), current_setting('max_connections')::int, role.rolconnlimit, role.oid,
        base.datconnlimit, base.oid
   FROM pg_roles AS role, pg_database AS base
@@ -43,9 +44,9 @@ class Limits:
     database: int
 
     @classmethod
-    def read(cls, driver: Any) -> Limits:
-        """By a connection of the role to the database."""
-        process, *numbers = driver.execute(_LIMITS).fetchone()
+    def of(cls, driver: Any, row: Sequence[Any]) -> Limits:
+        """By the answer to :data:`LIMITS` on a connection of the role to the database."""
+        process, *numbers = row
         return cls(process == driver.pgconn.backend_pid, *numbers)
 
     def are_short(self, driver: Any, processes: int) -> bool:

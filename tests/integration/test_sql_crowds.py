@@ -11,10 +11,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend, SqlOptions, names
+from rdzv.backends.sql.shortage import COUNT, LIMITS, Limits
 from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.servers.technologies import MySQL, PostgreSQL
@@ -244,3 +246,40 @@ def test_of_those_who_arrive_at_once_one_finds_that_it_is_alone(
             gates = [gate] * len(backends)
             counts = list(threads.map(arrive, range(len(backends)), backends, gates))
         assert min(counts) == 1, counts
+
+
+def limits_of(connection: psycopg.Connection[Any]) -> Limits:
+    return Limits.of(connection, connection.execute(LIMITS).fetchone())
+
+
+def are_short(limits: Limits, connection: psycopg.Connection[Any]) -> bool:
+    return limits.are_short(connection, connection.execute(COUNT).fetchone()[1])
+
+
+def test_connections_of_others_count_where_a_common_role_looks(
+    request: pytest.FixtureRequest,
+) -> None:
+    """It does not see of which type they are."""
+    postgresql = empty_server(request, "postgresql")
+    host, port = postgresql.address
+    endpoint = f"host={host} port={port} dbname=rdzv user=stranger password=secret"
+    with administrator(postgresql) as connection:
+        connection.execute(sa.text("CREATE ROLE stranger LOGIN PASSWORD 'secret'"))
+        connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT 3"))
+    try:
+        with psycopg.connect(endpoint, autocommit=True) as stranger:
+            # What was just closed is counted for a moment more.
+            limits = limits_of(stranger)
+            until(lambda: not are_short(limits, stranger))  # one of three
+            with administrator(postgresql):
+                assert are_short(limits, stranger), "two of three"
+        with administrator(postgresql) as connection:
+            connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
+            connection.execute(sa.text("ALTER ROLE stranger CONNECTION LIMIT 2"))
+        with psycopg.connect(endpoint, autocommit=True) as stranger, administrator(postgresql):
+            limits = limits_of(stranger)
+            until(lambda: not are_short(limits, stranger))  # one of its own two
+    finally:
+        with administrator(postgresql) as connection:
+            connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
+            connection.execute(sa.text("DROP ROLE stranger"))

@@ -10,14 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.backends.sql.__main__ import main, statements
 from rdzv.backends.sql.pool import Reaper
-from rdzv.backends.sql.shortage import COUNT, Limits
 from rdzv.conformance.proxy import Proxy
 from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.store_kit import Background, in_threads
@@ -275,36 +273,6 @@ def test_where_connections_are_short_nobody_listens(
     finally:
         with administrator(postgresql) as connection:
             connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
-
-
-def are_short(limits: Limits, connection: psycopg.Connection[Any]) -> bool:
-    return limits.are_short(connection, connection.execute(COUNT).fetchone()[1])
-
-
-def test_connections_of_others_count_where_a_common_role_looks(postgresql: Any) -> None:
-    """It does not see of which type they are."""
-    host, port = postgresql.address
-    endpoint = f"host={host} port={port} dbname=rdzv user=stranger password=secret"
-    with administrator(postgresql) as connection:
-        connection.execute(sa.text("CREATE ROLE stranger LOGIN PASSWORD 'secret'"))
-        connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT 3"))
-    try:
-        with psycopg.connect(endpoint, autocommit=True) as stranger:
-            # What was just closed is counted for a moment more.
-            limits = Limits.read(stranger)
-            until(lambda: not are_short(limits, stranger))  # one of three
-            with administrator(postgresql):
-                assert are_short(limits, stranger), "two of three"
-        with administrator(postgresql) as connection:
-            connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
-            connection.execute(sa.text("ALTER ROLE stranger CONNECTION LIMIT 2"))
-        with psycopg.connect(endpoint, autocommit=True) as stranger, administrator(postgresql):
-            limits = Limits.read(stranger)
-            until(lambda: not are_short(limits, stranger))  # one of its own two
-    finally:
-        with administrator(postgresql) as connection:
-            connection.execute(sa.text("ALTER DATABASE rdzv CONNECTION LIMIT -1"))
-            connection.execute(sa.text("DROP ROLE stranger"))
 
 
 def test_a_limit_of_the_account_is_waited_for(request: pytest.FixtureRequest, opened: Any) -> None:
