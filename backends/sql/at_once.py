@@ -10,7 +10,7 @@ SQLite has no messages. But a transaction there keeps all others out, so it is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,3 +91,10 @@ class AtOnce:
         """The row of :func:`look_statement`."""
         [found] = self._database.send([], [self._statements.look], {**values, "run": self._run.key})
         return found.rows[0]
+
+    def look_and_listen(
+        self, values: dict[str, Any], topics: Sequence[str]
+    ) -> tuple[Sequence[Any], Callable[[object], None]]:
+        """The same, and what :meth:`Database.listen` returns."""
+        values = {**values, "run": self._run.key}
+        return self._database.look_and_listen(self._statements.look, values, topics)

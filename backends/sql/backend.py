@@ -34,10 +34,21 @@ from rdzv.backends.sql.roster import (
 from rdzv.backends.sql.runs import Run, unique
 from rdzv.backends.sql.schema import hashed, tables
 from rdzv.errors import RendezvousError, RendezvousSettingsError, RendezvousStateError
-from rdzv.ports import Closable, Entry, Listed, Located, Pulse, Question, Roster, Token, Watch
+from rdzv.ports import (
+    Closable,
+    Entry,
+    FirstLook,
+    Listed,
+    Located,
+    Pulse,
+    Question,
+    Roster,
+    Token,
+    Watch,
+)
 
 
-class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
+class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable):
     """The records of one run in a database.
 
     ``endpoint`` is an SQLAlchemy URL or the path of an SQLite file; for the names ``postgresql``
@@ -104,7 +115,20 @@ class SqlBackend(RendezvousBackend, Roster, Watch, Located, Closable):
     def get_state(self) -> tuple[bytes, Token] | None:
         if self._at_once is None:
             return self._database.read(self._states.get)
-        found, state, _ = self._states.seen(self._at_once.look(_States.known(None)), None)
+        return self._found(self._at_once.look(_States.known(None)))
+
+    def look_and_watch(self) -> tuple[bytes, Token] | None:
+        if self._at_once is None:
+            return self.get_state()
+        topics = [self._state_topic]
+        row, know = self._at_once.look_and_listen(_States.known(None), topics)
+        found = self._found(row)
+        know((self._known, None))
+        return found
+
+    def _found(self, row: Sequence[Any]) -> tuple[bytes, Token] | None:
+        """What a look says to who knows of no document."""
+        found, state, _ = self._states.seen(row, None)
         self._known = found
         return None if found is None else (state, found)
 

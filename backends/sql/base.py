@@ -108,12 +108,24 @@ class Knowledge:
 NO_KNOWLEDGE = Knowledge(None, None, 0.0)
 
 
+@dataclass
+class Look:
+    """A question that may go along with another message, and its row once it was asked."""
+
+    statement: sa.Executable
+    values: dict[str, Any]
+    row: Sequence[Any] | None = None
+
+
 class ChangeSignal(ABC):
     """Tells that something may have been committed by anyone."""
 
     @abstractmethod
-    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> Any:
+    def mark(
+        self, topics: Sequence[str], pool: Pool, deadline: float, look: Look | None = None
+    ) -> Any:
         """To be taken before looking: what is committed later ends the :meth:`sleep` with it.
+        A ``look`` is asked after that where it costs no message, else left as it is.
         Raises the driver's errors."""
 
     @abstractmethod
@@ -147,7 +159,9 @@ class Polling(ChangeSignal):
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
 
-    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> None:
+    def mark(
+        self, topics: Sequence[str], pool: Pool, deadline: float, look: Look | None = None
+    ) -> None:
         return None
 
     def sleep(

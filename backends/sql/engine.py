@@ -24,16 +24,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from rdzv.backends.sql import forks
 from rdzv.backends.sql.base import (
     KNOWLEDGE_SECONDS_MAX,
     NO_KNOWLEDGE,
@@ -41,6 +40,7 @@ from rdzv.backends.sql.base import (
     ChangeSignal,
     Dialect,
     Knowledge,
+    Look,
     Pace,
     Patience,
     Rest,
@@ -105,8 +105,7 @@ class Database:
         self.failed_count = 0
         self._is_broken_by_fork = False
         self._reset_locks()
-        with _forks.lock:
-            _forks.databases.add(self)
+        forks.attend(self)
 
     @property
     def endpoint(self) -> str:
@@ -182,7 +181,21 @@ class Database:
     def listen(self, topics: Sequence[str]) -> Callable[[object], None]:
         """Be told from now on. To be called with what is found afterwards, as :meth:`wait` has it
         of ``seen``."""
-        mark, now = self._mark(topics), time.monotonic()
+        return self._listen(topics)
+
+    def look_and_listen(
+        self, statement: sa.Executable, values: dict[str, Any], topics: Sequence[str]
+    ) -> tuple[Sequence[Any], Callable[[object], None]]:
+        """The row that :meth:`send` would read, and what :meth:`listen` returns, in one message
+        where that works."""
+        look = Look(statement, values)
+        know = self._listen(topics, look)
+        if look.row is None:
+            look.row = self.send([], [statement], values)[0].rows[0]
+        return look.row, know
+
+    def _listen(self, topics: Sequence[str], look: Look | None = None) -> Callable[[object], None]:
+        mark, now = self._mark(topics, look), time.monotonic()
 
         def know(seen: object) -> None:
             self._knowledge = Knowledge(mark, seen, now)
@@ -273,9 +286,9 @@ class Database:
     def _waker(self) -> ChangeSignal:
         return self._signal if self._beside is None else self._beside._waker
 
-    def _mark(self, topics: Sequence[str]) -> Any:
+    def _mark(self, topics: Sequence[str], look: Look | None = None) -> Any:
         def attempt() -> Any:
-            return self._waker.mark(topics, self._ready_pool(deadline), deadline)
+            return self._waker.mark(topics, self._ready_pool(deadline), deadline, look)
 
         with self._call() as deadline:
             return self._repeat(attempt, deadline)
@@ -467,31 +480,4 @@ class Database:
         self._reset_locks()
 
 
-class _Forks:
-    """All databases of the process, for the hooks of ``fork``."""
-
-    def __init__(self) -> None:
-        # Held from before the fork until after it, by the thread that forks.
-        self.lock = threading.RLock()
-        self.databases: weakref.WeakSet[Database] = weakref.WeakSet()
-
-    def before(self) -> None:
-        self.lock.acquire()
-        for database in list(self.databases):
-            database.before_fork()
-
-    def after(self, in_child: bool) -> None:
-        try:
-            for database in list(self.databases):
-                database.after_fork(in_child)
-        finally:
-            self.lock.release()
-
-
 _never_closed: list[object] = []
-_forks = _Forks()
-os.register_at_fork(
-    before=_forks.before,
-    after_in_parent=lambda: _forks.after(False),
-    after_in_child=lambda: _forks.after(True),
-)

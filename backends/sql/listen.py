@@ -17,12 +17,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import psycopg
 import sqlalchemy as sa
 
-from rdzv.backends.sql.base import ChangeSignal, Pace, Polling, Rest
+from rdzv.backends.sql.base import Answer, ChangeSignal, Look, Pace, Polling, Rest
 from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.shortage import COUNT, Limits
 
@@ -51,18 +51,29 @@ def unless_stale(driver: Any) -> Iterator[None]:
         raise
 
 
+class Speaker(Protocol):
+    """Who knows the driver."""
+
+    request_seconds: float
+
+    def code(self, error: BaseException) -> Any:
+        """The server's code of an error."""
+
+    def limits_by(self, driver: Any) -> Limits:
+        """The limits of connections, by the driver's connection."""
+
+    def text(self, driver: Any, statement: sa.Executable, values: dict[str, Any]) -> str:
+        """A statement as it is sent."""
+
+    def answers(self, driver: Any, message: str) -> list[Answer]:
+        """To the statements of a message, in which a stale connection is told."""
+
+
 class Listener(ChangeSignal):
     """Tells by LISTEN, and where that cannot work by looking again and again."""
 
-    def __init__(
-        self,
-        code: Callable[[BaseException], Any],
-        limits: Callable[[Any], Limits],
-        request_seconds: float,
-        pooled: Pace,
-        crowded: Pace,
-    ) -> None:
-        self._code, self._limits, self._request_seconds = code, limits, request_seconds
+    def __init__(self, speaker: Speaker, pooled: Pace, crowded: Pace) -> None:
+        self._speaker = speaker
         self._pooled, self._crowded = Polling(pooled), Polling(crowded)
         self._polling: Polling | None = None
         self._polls_until = float("-inf")
@@ -76,7 +87,9 @@ class Listener(ChangeSignal):
         """How many want to listen to more, for which whoever reads lets go."""
         self._reader: int | None = None
 
-    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> Any:
+    def mark(
+        self, topics: Sequence[str], pool: Pool, deadline: float, look: Look | None = None
+    ) -> Any:
         with self._changed:
             if time.monotonic() < self._polls_until:
                 return None
@@ -86,7 +99,7 @@ class Listener(ChangeSignal):
                 line = None
             new = [topic for topic in topics if topic not in self._counts]
             if line is None:
-                is_listening = self._open(new, pool, deadline)
+                is_listening = self._open(new, pool, deadline, look)
             else:
                 is_listening = not new or self._listen_too(line, new)
             return self._now(topics) if is_listening else None
@@ -165,15 +178,15 @@ class Listener(ChangeSignal):
         opened = self._opened if self._line is not None else -1
         return (opened, *(self._counts.get(topic, -1) for topic in topics))
 
-    def _open(self, topics: Sequence[str], pool: Pool, deadline: float) -> bool:
+    def _open(self, topics: Sequence[str], pool: Pool, deadline: float, look: Look | None) -> bool:
         """Whether the server will tell."""
         try:
             with pool.connection(deadline) as connection:
                 driver: Any = connection.connection.driver_connection
                 with unless_stale(driver):
-                    self._polling = self._begin_to_listen(driver, topics)
+                    self._polling = self._begin_to_listen(driver, topics, look)
         except (sa.exc.DBAPIError, psycopg.Error) as error:
-            if self._code(error) != "53300":
+            if self._speaker.code(error) != "53300":
                 raise
             # It is of no use to try again and again, as other calls do.
             self._polling = self._crowded
@@ -186,16 +199,22 @@ class Listener(ChangeSignal):
         self._opened += 1
         return True
 
-    def _begin_to_listen(self, driver: Any, topics: Sequence[str]) -> Polling | None:
+    def _begin_to_listen(
+        self, driver: Any, topics: Sequence[str], look: Look | None
+    ) -> Polling | None:
         """How to wait instead, where the server is not to tell."""
-        driver.deadline = time.monotonic() + self._request_seconds
-        limits = self._limits(driver)
+        driver.deadline = time.monotonic() + self._speaker.request_seconds
+        limits = self._speaker.limits_by(driver)
         if not limits.is_direct:
             return self._pooled
-        cursor = driver.execute(f"BEGIN; {_listening(topics)}; COMMIT; {COUNT}")
-        while cursor.nextset():
-            pass
-        process, processes = cursor.fetchone()
+        message = f"BEGIN; {_listening(topics)}; COMMIT; {COUNT}"
+        if look is None:
+            counted = self._speaker.answers(driver, message)[-1]
+        else:
+            message += f"; {self._speaker.text(driver, look.statement, look.values)}"
+            *_, counted, found = self._speaker.answers(driver, message)
+            look.row = found.rows[0]
+        process, processes = counted.rows[0]
         is_pooled = process != driver.pgconn.backend_pid
         if is_pooled or limits.are_short(driver, processes):
             driver.execute("UNLISTEN *")
@@ -205,7 +224,7 @@ class Listener(ChangeSignal):
         return None
 
     def _listen(self, driver: Any, topics: Sequence[str]) -> None:
-        driver.deadline = time.monotonic() + self._request_seconds
+        driver.deadline = time.monotonic() + self._speaker.request_seconds
         driver.execute(_listening(topics))
         self._counts.update(dict.fromkeys(topics, 0))
 

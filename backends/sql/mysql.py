@@ -19,7 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 
-from rdzv.backends.sql.base import Answer, ChangeSignal, Pace, Polling, Rest
+from rdzv.backends.sql.base import Answer, ChangeSignal, Look, Pace, Polling, Rest
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.server import (
@@ -232,7 +232,9 @@ class _Signal(ChangeSignal):
         self._polling = self._usual
         self._looks_around_at = float("-inf")
 
-    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> None:
+    def mark(
+        self, topics: Sequence[str], pool: Pool, deadline: float, look: Look | None = None
+    ) -> None:
         now = time.monotonic()
         if now < self._looks_around_at:
             return

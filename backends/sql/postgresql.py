@@ -176,7 +176,7 @@ class PostgresqlDialect(ServerDialect):
         # it is told at the start, and its process has read by then what its catalogue says.
         sent = statements_for(tables, self.now, self.sends_as).of_a_join
         planned = [f"EXPLAIN {text}" for text in self.texts(sent, PLACEHOLDERS, literal)]
-        answers = self._answers(driver, "; ".join((*asked, *planned, LIMITS)))
+        answers = self.answers(driver, "; ".join((*asked, *planned, LIMITS)))
         self._note_limits(driver, answers[-1].rows[0])
         if not answers[1].rows[0][0]:
             # It may have them column by column.
@@ -188,7 +188,7 @@ class PostgresqlDialect(ServerDialect):
         name_of = self._by_name.identifier_preparer.format_table
         return _rights(tuple(map(name_of, tables.all_of_runs)))
 
-    def _limits_by(self, driver: Any) -> Limits:
+    def limits_by(self, driver: Any) -> Limits:
         """The limits of connections, not older than that, by the driver's connection."""
         limits, read_at = self._limits
         if limits is None or time.monotonic() - read_at > LIMITS_SECONDS:
@@ -236,16 +236,22 @@ class PostgresqlDialect(ServerDialect):
         driver: Any = connection.connection.driver_connection
         texts = self.texts((*written, *read), values, _literals_for(driver))
         if not written:
-            return self._answers(driver, "; ".join(texts))
+            return self.answers(driver, "; ".join(texts))
         texts.insert(len(written), "COMMIT")
         begin = f"{_begin(driver.deadline - time.monotonic())}; {UNFLUSHED}"
-        answers = self._answers(driver, "; ".join((begin, *texts)))
+        answers = self.answers(driver, "; ".join((begin, *texts)))
         answers = answers[len(answers) - len(texts) :]
         del answers[len(written)]
         return answers
 
-    @staticmethod
-    def _answers(driver: Any, message: str) -> list[Answer]:
+    def text(self, driver: Any, statement: sa.Executable, values: dict[str, Any]) -> str:
+        """The statement as it is sent by this connection of the driver's."""
+        [text] = self.texts([statement], values, _literals_for(driver))
+        return text
+
+    def answers(self, driver: Any, message: str) -> list[Answer]:
+        """To all statements of a message. Raises :class:`StaleConnection` where it was lost before
+        anything was asked that may not be repeated."""
         answers: list[Answer] = []
         cursor = psycopg.ClientCursor(driver)
         with unless_stale(driver):
@@ -260,7 +266,7 @@ class PostgresqlDialect(ServerDialect):
 
     def signal(self) -> ChangeSignal:
         pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.5, 2.0, 0.2)
-        return Listener(self.code, self._limits_by, self.request_seconds, pooled, crowded)
+        return Listener(self, pooled, crowded)
 
     def notify(self, connection: sa.Connection, topics: Sequence[str]) -> None:
         if topics:

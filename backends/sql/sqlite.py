@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from rdzv.backends.sql import files
-from rdzv.backends.sql.base import Answer, ChangeSignal, Dialect, Pace, Rest, Trouble
+from rdzv.backends.sql.base import Answer, ChangeSignal, Dialect, Look, Pace, Rest, Trouble
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.schema import Tables
@@ -381,7 +381,9 @@ class DataVersion(ChangeSignal):
         self._mark: tuple[int, int] = (0, 0)
         self._looked_at = float("-inf")
 
-    def mark(self, topics: Sequence[str], pool: Pool, deadline: float) -> tuple[int, int]:
+    def mark(
+        self, topics: Sequence[str], pool: Pool, deadline: float, look: Look | None = None
+    ) -> tuple[int, int]:
         return self._version()
 
     def _version(self) -> tuple[int, int]:
