@@ -50,29 +50,26 @@ class AtOnce:
             "topic": run.topic("roster"),
         }
 
-    def announce(
-        self, values: dict[str, Any], *, is_again: bool = False, finds: bool = False
-    ) -> Announced:
-        """Write the entry, or, where ``is_again``, let it live on if it is
-        the same; ``finds`` also asks for what is over.
+    def announce(self, values: dict[str, Any], *, finds: bool) -> Announced:
+        """Write the entry, or let it live on where it is the same; ``finds`` also asks for what is
+        over.
 
         The pulse is of the same transaction, which holds the run's lock: so of those who arrive at
         once one finds that it is alone, and writes the run's first document.
         """
         statements = self._statements
-        announce = statements.announce_again if is_again else statements.announce
-        written = [*announce, statements.pulse_after_announcing]
+        written = [*statements.announce, statements.pulse_after_announcing]
         read = [statements.find] if finds else []
         values = {**values, **self._constants, "new_revision": unique()}
         answers = self._database.send(written, read, values)
-        announced = answers[len(announce) - 1]
+        announced = answers[len(statements.announce) - 1]
         if not announced.rows:
             self._run.make()
             answers = self._database.send(written, read, values)
-            announced = answers[len(announce) - 1]
+            announced = answers[len(statements.announce) - 1]
         is_new: bool | None = announced.rows[0][0] if announced.rows else None
         has_expired, has_overdue = answers[-1].rows[0] if finds else (False, False)
-        pulse = answers[len(announce)].rows[0]
+        pulse = answers[len(statements.announce)].rows[0]
         state = pulse[PULSE_COLUMNS] if len(pulse) > PULSE_COLUMNS else None
         return Announced(is_new, has_expired, has_overdue, pulse, state)
 

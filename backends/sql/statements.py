@@ -35,10 +35,8 @@ class Statements:
     """The same for all runs, since to compile them takes longer than to execute them."""
 
     announce: tuple[sa.Executable, ...]
-    """The last one's row tells whether the entry is new; no row where the run has none."""
-    announce_again: tuple[sa.Executable, ...]
-    """For who has said the same before: the row also tells NULL, where the entry was there and the
-    same, and nothing but its time was written. To find that out takes a third of the whole."""
+    """The last one's row tells whether the entry is new, NULL where it was there and the same; no
+    row where the run has none."""
     pulse_after_announcing: sa.Executable
     extend: sa.Executable
     extend_same: sa.Executable
@@ -88,7 +86,6 @@ def statements_for(
     if language == "postgresql":
         return Statements(
             _announcement(tables, run, now),
-            _announcement(tables, run, now, is_again=True),
             _pulse(tables, run, is_told=True),
             extend,
             extend_same,
@@ -99,7 +96,7 @@ def statements_for(
     announcement = _announcement_to_sqlite if language == "sqlite" else _announcement_to_mysql
     pulse, look = pulse_statement(tables, run, now), look_statement(tables, run)
     announce = announcement(tables, run, now)
-    return Statements(announce, announce, pulse, extend, extend_same, find, pulse, look)
+    return Statements(announce, pulse, extend, extend_same, find, pulse, look)
 
 
 @functools.cache
@@ -137,7 +134,7 @@ def _same(
 
 
 def _announcement(
-    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int], is_again: bool = False
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
 ) -> tuple[sa.Executable, ...]:
     """One statement, which also makes the run's row where it is missing."""
     runs = tables.runs
@@ -162,15 +159,13 @@ def _announcement(
         .on_conflict_do_update(
             index_elements=[runs.c.run_key],
             set_=changes,
-            where=sa.not_(sa.exists(sa.select(same.c.one))) if is_again else None,
+            where=sa.not_(sa.exists(sa.select(same.c.one))),
         )
         .returning(runs.c.arrivals)
         .cte("changed")
     )
     put = _put(tables, run, now, changed)
     told = sa.select(put.c.arrival == changed.c.arrivals).select_from(put.join(changed, sa.true()))
-    if not is_again:
-        return (told,)
     # First met inside of an ON CONFLICT, it would lose its schema.
     return (told.add_cte(same).union_all(sa.select(sa.null()).select_from(same)),)
 

@@ -93,6 +93,33 @@ def test_the_documented_rights_are_enough_and_all_needed(server: Any, opened: An
         engine.dispose()
 
 
+def test_rights_may_be_given_column_by_column(postgresql: Any, opened: Any) -> None:
+    endpoint = sa.make_url(postgresql.endpoint())
+    made = opened(backend_on(postgresql))
+    made.open()
+    tables = made.database.tables
+    with administrator(postgresql) as connection:
+        connection.exec_driver_sql("CREATE ROLE columns LOGIN PASSWORD 'secret'")
+        connection.exec_driver_sql("GRANT SELECT ON rdzv_schema TO columns")
+        for table in tables.all_of_runs:
+            names = ", ".join(column.name for column in table.columns)
+            for right in ("SELECT", "INSERT", "UPDATE"):
+                connection.exec_driver_sql(f"GRANT {right} ({names}) ON {table.name} TO columns")
+            connection.exec_driver_sql(f"GRANT DELETE ON {table.name} TO columns")
+    try:
+        granted = endpoint.set(username="columns", password="secret")
+        rendered = granted.render_as_string(hide_password=False)
+        use_all(opened(SqlBackend(rendered, "run")), opened(SqlStore(rendered, "run")))
+        with administrator(postgresql) as connection:
+            connection.exec_driver_sql("REVOKE INSERT (value) ON rdzv_queues FROM columns")
+        with pytest.raises(RendezvousSettingsError, match=r"rdzv_queues.*right"):
+            opened(SqlBackend(f"{rendered}?application_name=less", "run")).open()
+    finally:
+        with administrator(postgresql) as connection:
+            connection.exec_driver_sql("DROP OWNED BY columns")
+            connection.exec_driver_sql("DROP USER columns")
+
+
 def test_missing_tables_are_told_where_none_may_be_made(server: Any, opened: Any) -> None:
     with pytest.raises(RendezvousSettingsError, match=f"schema --dialect {server.backend}"):
         opened(backend_on(server, create_tables=False)).open()

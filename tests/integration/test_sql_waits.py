@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend
+from rdzv.backends.sql.postgresql import Connection
 from rdzv.conformance.store_kit import Background
 from rdzv.ports import Entry, Question
 
@@ -97,3 +99,57 @@ def test_a_first_announcement_makes_the_run_in_one_message(postgresql: Any, open
     with messages_of(backend) as sent:
         assert announced(backend).live == 1
         assert len(sent) == 1
+
+
+def test_the_first_look_goes_along_with_listening(
+    postgresql: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, other = (opened(SqlBackend(postgresql.endpoint(), "run")) for _ in range(2))
+    first = other.set_state(b"1")[:2]
+    backend.open()
+    exchanges: list[object] = []
+    wait = Connection.wait
+
+    def counted(connection: Connection, *arguments: Any, **options: Any) -> Any:
+        exchanges.append(connection)
+        return wait(connection, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "wait", counted)
+        assert backend.look_and_watch() == first
+        assert len(exchanges) == 1
+        assert backend.wait_for_change(first[1], 0.1) is None
+        assert len(exchanges) == 1, "what was found is known, and nothing was told since"
+    assert listens(backend)
+    second = other.set_state(b"2", first[1])[:2]
+    assert backend.wait_for_change(first[1], TTL_SECONDS) == second
+    assert backend.look_and_watch() == second, "it listens already"
+
+
+def test_the_first_look_is_made_where_nobody_tells(
+    request: pytest.FixtureRequest, opened: Any
+) -> None:
+    for endpoint in (empty_server(request, "mysql").endpoint(), _crowded(request)):
+        backend, other = (opened(SqlBackend(endpoint, "run")) for _ in range(2))
+        assert backend.look_and_watch() is None
+        first = other.set_state(b"1")[:2]
+        assert backend.look_and_watch() == first
+        assert getattr(backend.database._signal, "_line", None) is None
+        second = other.set_state(b"2", first[1])[:2]
+        assert backend.wait_for_change(first[1], TTL_SECONDS) == second
+
+
+def _crowded(request: pytest.FixtureRequest) -> str:
+    """PostgreSQL where half of the connections that the role may have are in use."""
+    endpoint = str(empty_server(request, "postgresql").endpoint())
+    engine = sa.create_engine(endpoint, poolclass=sa.NullPool)
+    name = sa.make_url(endpoint).username
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"ALTER ROLE {name} CONNECTION LIMIT 1")
+
+    def restore() -> None:
+        with engine.begin() as connection:
+            connection.exec_driver_sql(f"ALTER ROLE {name} CONNECTION LIMIT -1")
+
+    request.addfinalizer(restore)
+    return endpoint
