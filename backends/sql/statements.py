@@ -26,8 +26,9 @@ from rdzv.backends.sql.roster import (
 from rdzv.backends.sql.schema import Bytes, Tables
 
 CROWD = 16
-"""Among more live nodes an arrival or a changed entry wakes nobody, since the server wakes every
-process that listens to anything: who waits for the roster looks again and again besides."""
+"""Among more live nodes an arrival or a changed entry wakes nobody, but for the last confirmation,
+since the server wakes every process that listens to anything: who waits for the roster looks again
+and again besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,8 @@ def _put(
 
 def _pulse(tables: Tables, run: sa.ColumnElement[str], *, is_told: bool) -> sa.Select[Any]:
     """:func:`pulse_statement` as it costs PostgreSQL half. With ``is_told`` it also finds
-    :func:`new_state`, and wakes who waits for the roster, where it was changed and is no crowd."""
+    :func:`new_state`, and wakes who waits for the roster, where it was changed and is no crowd, or
+    all have confirmed."""
     roster, states, runs, now = tables.roster, tables.states, tables.runs, _AFTER_WAITING.c.now
     live = (
         sa.select(
@@ -208,7 +210,10 @@ def _pulse(tables: Tables, run: sa.ColumnElement[str], *, is_told: bool) -> sa.S
     )
     is_changed = runs.c.revision == sa.bindparam("new_revision", type_=sa.String)
     notify = sa.cast(sa.func.pg_notify(sa.bindparam("topic", type_=sa.String), ""), sa.Text)
-    tell = sa.case((sa.and_(is_changed, live.c.live <= CROWD + 1), notify), else_=None)
+    has_label = sa.bindparam("label", type_=sa.String) != ""
+    is_last = sa.and_(has_label, live.c.confirmed == live.c.live)
+    is_told_of = sa.and_(is_changed, sa.or_(live.c.live <= CROWD + 1, is_last))
+    tell = sa.case((is_told_of, notify), else_=None)
     return sa.select(
         states.c.version,
         states.c.write_id,

@@ -6,15 +6,17 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend
 from rdzv.backends.sql.postgresql import Connection
+from rdzv.backends.sql.statements import CROWD
 from rdzv.conformance.store_kit import Background
 from rdzv.ports import Entry, Question
 
-from .operations import TTL_SECONDS
+from .operations import TTL_SECONDS, until
 from .sql_targets import empty_server, listens
 
 
@@ -153,3 +155,38 @@ def _crowded(request: pytest.FixtureRequest) -> str:
 
     request.addfinalizer(restore)
     return endpoint
+
+
+def test_of_a_crowd_only_the_last_confirmation_wakes(postgresql: Any, opened: Any) -> None:
+    """Whoever forms the round waits for it; each other one would wake all processes for nothing."""
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    backend.open()
+    told: list[str] = []
+    with psycopg.connect(
+        host="127.0.0.1", **_credentials(postgresql), autocommit=True
+    ) as listening:
+        listening.add_notify_handler(lambda notify: told.append(notify.channel))
+        listening.execute(f"LISTEN {backend._run.topic('roster')}")
+
+        def heard(count: int) -> bool:
+            listening.execute("SELECT 1")
+            return len(told) >= count
+
+        nodes = [f"node{number}" for number in range(CROWD + 4)]
+        for node in nodes:
+            backend.announce(Entry(node, b""), TTL_SECONDS, Question())
+        for node in nodes:
+            question = Question("", "round")
+            pulse = backend.announce(Entry(node, b"", "round"), TTL_SECONDS, question)
+        assert pulse.confirmed == len(nodes)
+        until(lambda: heard(CROWD + 2))
+        backend.beat("node0", TTL_SECONDS, Question("", "round"))
+        backend.withdraw("node0", TTL_SECONDS)
+        until(lambda: heard(CROWD + 3))
+    assert len(told) == CROWD + 3, "the first arrivals, the last confirmation, and who leaves"
+
+
+def _credentials(server: Any) -> dict[str, Any]:
+    url = sa.make_url(server.endpoint())
+    names = {"port": url.port, "dbname": url.database}
+    return {**names, "user": url.username, "password": url.password}
