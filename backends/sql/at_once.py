@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rdzv.backends.sql.base import Answer
 from rdzv.backends.sql.engine import Database
 from rdzv.backends.sql.roster import PULSE_COLUMNS
 from rdzv.backends.sql.runs import Run, unique
@@ -50,28 +51,34 @@ class AtOnce:
             "topic": run.topic("roster"),
         }
 
-    def announce(self, values: dict[str, Any], *, finds: bool) -> Announced:
-        """Write the entry, or let it live on where it is the same; ``finds`` also asks for what is
-        over.
+    def announce(
+        self, values: dict[str, Any], *, is_change: bool = False, finds: bool = False
+    ) -> Announced:
+        """Write the entry, or let it live on where it is the same. ``is_change`` where the caller
+        has announced another one of the node; ``finds`` also asks for what is over.
 
         The pulse is of the same transaction, which holds the run's lock: so of those who arrive at
         once one finds that it is alone, and writes the run's first document.
         """
         statements = self._statements
-        written = [*statements.announce, statements.pulse_after_announcing]
+        announce = statements.change if is_change else statements.announce
         read = [statements.find] if finds else []
         values = {**values, **self._constants, "new_revision": unique()}
-        answers = self._database.send(written, read, values)
-        announced = answers[len(statements.announce) - 1]
+
+        def send() -> list[Answer]:
+            written = [*announce, statements.pulse_after_announcing]
+            return self._database.send(written, read, values)[len(announce) - 1 :]
+
+        announced, pulse, *found = send()
         if not announced.rows:
             self._run.make()
-            answers = self._database.send(written, read, values)
-            announced = answers[len(statements.announce) - 1]
+            announce = statements.announce
+            announced, pulse, *found = send()
         is_new: bool | None = announced.rows[0][0] if announced.rows else None
-        has_expired, has_overdue = answers[-1].rows[0] if finds else (False, False)
-        pulse = answers[len(statements.announce)].rows[0]
-        state = pulse[PULSE_COLUMNS] if len(pulse) > PULSE_COLUMNS else None
-        return Announced(is_new, has_expired, has_overdue, pulse, state)
+        has_expired, has_overdue = found[0].rows[0] if finds else (False, False)
+        row = pulse.rows[0]
+        state = row[PULSE_COLUMNS] if len(row) > PULSE_COLUMNS else None
+        return Announced(is_new, has_expired, has_overdue, row, state)
 
     def beat(
         self, values: dict[str, Any], said: dict[str, Any] | None
@@ -84,14 +91,20 @@ class AtOnce:
         extended, pulse = self._database.send(written, read, values, alone=True)
         return extended.count == 1, pulse.rows[0]
 
-    def look(self, values: dict[str, Any]) -> Sequence[Any]:
-        """The row of :func:`look_statement`."""
-        [found] = self._database.send([], [self._statements.look], {**values, "run": self._run.key})
-        return found.rows[0]
+    def look(self, values: dict[str, Any], *, at_roster: bool = False) -> Sequence[Any]:
+        """The row of :func:`look_statement`, with the roster's revision if ``at_roster``."""
+        statement = self._statements.look if at_roster else self._statements.look_at_state
+        [found] = self._database.send([], [statement], {**values, "run": self._run.key})
+        return _row(found)
 
     def look_and_listen(
         self, values: dict[str, Any], topics: Sequence[str]
     ) -> tuple[Sequence[Any], Callable[[object], None]]:
         """The same, and what :meth:`Database.listen` returns."""
-        values = {**values, "run": self._run.key}
-        return self._database.look_and_listen(self._statements.look, values, topics)
+        statement, values = self._statements.look_at_state, {**values, "run": self._run.key}
+        found, know = self._database.look_and_listen(statement, values, topics)
+        return _row(found), know
+
+
+def _row(found: Answer) -> Sequence[Any]:
+    return found.rows[0] if found.rows else (None, None, None, None)

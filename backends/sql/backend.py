@@ -152,14 +152,14 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
         return answer
 
     def announce(self, entry: Entry, ttl_seconds: float, question: Question) -> Pulse:
-        self._said.pop(entry.node_id, None)
-        pulse = self._announce(entry, milliseconds(ttl_seconds), question)
+        said = self._said.pop(entry.node_id, entry)
+        pulse = self._announce(entry, said != entry, milliseconds(ttl_seconds), question)
         self._said[entry.node_id] = entry
         return pulse
 
-    def _announce(self, entry: Entry, ttl: int, question: Question) -> Pulse:
+    def _announce(self, entry: Entry, is_change: bool, ttl: int, question: Question) -> Pulse:
         if self._at_once is not None:
-            return self._announce_at_once(self._at_once, entry, ttl, question)
+            return self._announce_at_once(self._at_once, entry, is_change, ttl, question)
         node_key = hashed(entry.node_id)
 
         def work(connection: sa.Connection) -> tuple[bool, Pulse]:
@@ -180,14 +180,14 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
         return pulse
 
     def _announce_at_once(
-        self, roster: AtOnce, entry: Entry, ttl: int, question: Question
+        self, roster: AtOnce, entry: Entry, is_change: bool, ttl: int, question: Question
     ) -> Pulse:
         known = _States.known(self._known)
         values = {**row_values(entry, ttl, 0), **asked(question), **known}
         # Who announces itself waits next.
         know = self._database.listen([self._state_topic])
         # Who confirms a round has asked before.
-        announced = roster.announce(values, finds=not entry.round_label)
+        announced = roster.announce(values, is_change=is_change, finds=not entry.round_label)
         if announced.is_new is not None:
             self._run.touched()
         elif self._run.is_touch_due:
@@ -250,7 +250,8 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
 
         def look() -> tuple[bytes, Token] | bool | None:
             if self._at_once is not None:
-                row = self._at_once.look(_States.known(token))
+                at_roster = revision is not None
+                row = self._at_once.look(_States.known(token), at_roster=at_roster)
             else:
                 row = self._database.read(lambda c: self._states.look(c, token))
             found, state, roster = self._states.seen(row, token)

@@ -110,11 +110,11 @@ NO_KNOWLEDGE = Knowledge(None, None, 0.0)
 
 @dataclass
 class Look:
-    """A question that may go along with another message, and its row once it was asked."""
+    """A question that may go along with another message, and its answer once it was asked."""
 
     statement: sa.Executable
     values: dict[str, Any]
-    row: Sequence[Any] | None = None
+    answer: Answer | None = None
 
 
 class ChangeSignal(ABC):

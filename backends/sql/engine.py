@@ -185,14 +185,14 @@ class Database:
 
     def look_and_listen(
         self, statement: sa.Executable, values: dict[str, Any], topics: Sequence[str]
-    ) -> tuple[Sequence[Any], Callable[[object], None]]:
-        """The row that :meth:`send` would read, and what :meth:`listen` returns, in one message
-        where that works."""
+    ) -> tuple[Answer, Callable[[object], None]]:
+        """What :meth:`send` would read, and what :meth:`listen` returns, in one message where that
+        works."""
         look = Look(statement, values)
         know = self._listen(topics, look)
-        if look.row is None:
-            look.row = self.send([], [statement], values)[0].rows[0]
-        return look.row, know
+        if look.answer is None:
+            [look.answer] = self.send([], [statement], values)
+        return look.answer, know
 
     def _listen(self, topics: Sequence[str], look: Look | None = None) -> Callable[[object], None]:
         mark, now = self._mark(topics, look), time.monotonic()

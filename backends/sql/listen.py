@@ -212,8 +212,7 @@ class Listener(ChangeSignal):
             counted = self._speaker.answers(driver, message)[-1]
         else:
             message += f"; {self._speaker.text(driver, look.statement, look.values)}"
-            *_, counted, found = self._speaker.answers(driver, message)
-            look.row = found.rows[0]
+            *_, counted, look.answer = self._speaker.answers(driver, message)
         process, processes = counted.rows[0]
         is_pooled = process != driver.pgconn.backend_pid
         if is_pooled or limits.are_short(driver, processes):

@@ -22,6 +22,9 @@ SLOW_CALLS = 5
 """Where calls are slow, what comes between two of them is slow too: an unused connection is kept
 for as long as so many calls, or a crowd that is slow would become slower by connecting anew."""
 SLOW_SECONDS_MAX = 10.0
+OPENED_SECONDS = 5.0
+"""So long an unused connection is kept at first: who opens will join, but its agent may have to get
+ready for that."""
 
 
 class Pool:
@@ -38,6 +41,7 @@ class Pool:
         self._last_used = time.monotonic()
         self._last_call_seconds = 0.0
         self._spares_until = float("-inf")
+        self._kept_until = time.monotonic() + OPENED_SECONDS
 
     @contextmanager
     def connection(self, deadline: float, *, alone: bool = False) -> Iterator[sa.Connection]:
@@ -79,7 +83,7 @@ class Pool:
         return True
 
     def _is_over(self, now: float) -> bool:
-        if self._idle_seconds is None:
+        if self._idle_seconds is None or now < self._kept_until:
             return False
         slowly = min(SLOW_CALLS * self._last_call_seconds, SLOW_SECONDS_MAX)
         return now - self._last_used > max(self._idle_seconds, slowly)

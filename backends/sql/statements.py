@@ -38,17 +38,28 @@ class Statements:
     announce: tuple[sa.Executable, ...]
     """The last one's row tells whether the entry is new, NULL where it was there and the same; no
     row where the run has none."""
+    change: tuple[sa.Executable, ...]
+    """The same for who has announced another entry, which costs less; no row where it has gone."""
     pulse_after_announcing: sa.Executable
     extend: sa.Executable
     extend_same: sa.Executable
     find: sa.Executable
     pulse: sa.Executable
     look: sa.Executable
+    """:func:`look_statement`."""
+    look_at_state: sa.Executable
+    """The same without the roster's revision; no row without a document."""
 
     @property
     def of_a_join(self) -> tuple[sa.Executable, ...]:
         """What a node sends that joins a rendezvous."""
-        return (*self.announce, self.pulse_after_announcing, self.find, self.look)
+        return (
+            *self.announce,
+            *self.change,
+            self.pulse_after_announcing,
+            self.find,
+            self.look_at_state,
+        )
 
 
 _AFTER_WAITING: sa.Subquery = sa.select(
@@ -84,20 +95,27 @@ def statements_for(
     )
     extend = roster.update().where(is_mine).values(expires_at=from_now(now))
     extend_same = extend.where(says_so(roster))
+    states = tables.states
+    columns = (states.c.version, states.c.write_id, new_state(tables), sa.null())
+    look_at_state = sa.select(*columns).where(states.c.run_key == run)
     if language == "postgresql":
         return Statements(
             _announcement(tables, run, now),
+            _change(tables, run, now),
             _pulse(tables, run, is_told=True),
             extend,
             extend_same,
             find,
             _pulse(tables, run, is_told=False),
             _look(tables, run),
+            look_at_state,
         )
     announcement = _announcement_to_sqlite if language == "sqlite" else _announcement_to_mysql
     pulse, look = pulse_statement(tables, run, now), look_statement(tables, run)
     announce = announcement(tables, run, now)
-    return Statements(announce, pulse, extend, extend_same, find, pulse, look)
+    return Statements(
+        announce, announce, pulse, extend, extend_same, find, pulse, look, look_at_state
+    )
 
 
 @functools.cache
@@ -169,6 +187,25 @@ def _announcement(
     told = sa.select(put.c.arrival == changed.c.arrivals).select_from(put.join(changed, sa.true()))
     # First met inside of an ON CONFLICT, it would lose its schema.
     return (told.add_cte(same).union_all(sa.select(sa.null()).select_from(same)),)
+
+
+def _change(
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
+) -> tuple[sa.Executable, ...]:
+    """The run's row first, as everywhere: who waits for its lock holds no other."""
+    roster, runs = tables.roster, tables.runs
+    changed = (
+        runs.update()
+        .where(runs.c.run_key == run)
+        .values(_changes(tables, now))
+        .returning(runs.c.arrivals)
+        .cte("changed")
+    )
+    row = new_row(run, now)
+    new = {name: row[name] for name in ("expires_at", "label_key", "round_label", "data")}
+    is_mine = roster.c.node_key == row["node_key"]
+    change = roster.update().where(live_in(roster, run, now), is_mine, changed.c.arrivals > 0)
+    return (change.values(new).returning(sa.false()),)
 
 
 def _put(
