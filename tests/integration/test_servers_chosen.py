@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from rdzv.conformance.servers.base import NoControl, ServerUnavailable
 from rdzv.conformance.servers.containers import ENGINE_SECONDS_MAX
+from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.servers.options import (
     IMAGES,
     TECHNOLOGIES,
@@ -47,6 +49,44 @@ def test_a_server_of_the_users_is_used_and_left_alone() -> None:
             assert f"server redis: url, {own.technology} {own.version}" in "\n".join(pool.header())
         with case.client(own) as client:
             assert client.version() == own.version
+
+
+@pytest.mark.parametrize("technology", ["redis", "postgresql"])
+def test_a_server_that_a_test_has_left_dead_starts_anew(technology: str) -> None:
+    with contextlib.closing(ServerPool(Options("local"))) as pool:
+        try:
+            server = pool.get(technology)
+        except ServerUnavailable as error:
+            pytest.skip(str(error))
+        assert isinstance(server, LocalServer)
+        assert server.runs()
+        server.kill()
+        # As a restart leaves it that fails half-way.
+        shutil.rmtree(server.directory / "data")
+        assert not server.runs()
+        again = pool.get(technology)
+        assert again.runs()
+        assert ALL[technology].ask(again.endpoint())[1] == again.version
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs a server as somebody else")
+def test_to_become_another_user_this_process_is_not_forked() -> None:
+    """What is in it may crash in the child."""
+    program = """
+import ctypes, subprocess
+from rdzv.conformance.servers.programs import Workplace, unprivileged
+told = ctypes.CFUNCTYPE(None)(lambda: print("forked"))
+ctypes.CDLL(None).__register_atfork(told, None, None, None)
+user = unprivileged(["nobody"])
+place = Workplace.make("test", user)
+place.run("sh", "-c", "id -un > seen")
+print((place.directory / "seen").read_text().strip() == user.pw_name)
+subprocess.run(["rm", "-r", str(place.directory)], check=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.parametrize(

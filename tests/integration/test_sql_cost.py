@@ -190,12 +190,25 @@ def test_calls_that_are_slow_share_a_connection(server: Any, opened: Any) -> Non
     who = "pg_backend_pid()" if server.backend == "postgresql" else "connection_id()"
     question = sa.text(f"SELECT {who}, {nap}")
     pool: Any = backend._database._pool
+    pool._kept_until = float("-inf")
     connections = []
     for _ in range(3):
         connections.append(backend._database.read(lambda c: c.execute(question).one()[0]))
         pool._last_used -= 3.0  # what comes between two calls is slow too
         assert not pool.close_idle()
     assert len(set(connections)) == 1
+
+
+def test_what_was_opened_is_kept_until_its_agent_may_be_ready(server: Any, opened: Any) -> None:
+    backend = opened(SqlBackend(server.endpoint(), "run"))
+    backend.open()
+    pool: Any = backend._database._pool
+    pool._last_used -= 3.0
+    assert not pool.close_idle()
+    assert pool.has_idle
+    pool._kept_until = float("-inf")
+    assert pool.close_idle()
+    assert not pool.has_idle
 
 
 def test_who_waits_on_does_not_look_as_often_as_at_first(

@@ -63,6 +63,10 @@ class RealServer(Server):
         where it is."""
         return ""
 
+    def runs(self) -> bool:
+        """Whether it has not ended, as far as that can be seen from here."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """End it and remove its data; may be called more than once."""

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rdzv.conformance.servers import guardian
 from rdzv.conformance.servers.base import RealServer, ServerFailed, wait_for_answer
@@ -90,9 +90,12 @@ class LocalServer(RealServer):
     def restart(self, *, keep_data: bool) -> None:
         self.kill()
         if not keep_data:
-            shutil.rmtree(self._place.data)
+            shutil.rmtree(self._place.data, ignore_errors=True)  # a start may have failed
             self._technology.prepare(self._program, self._place)
         self._start()
+
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
         if os.getpid() != self._owner:
@@ -121,16 +124,14 @@ class LocalServer(RealServer):
         )
 
     def _spawn(self, command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        identity: dict[str, Any] = dict(self._place.identity())
         return subprocess.Popen(
-            command,
+            self._place.words(command),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=self._place.directory,
             env=self._place.environment(),
             start_new_session=True,  # an interrupt from the keyboard is not for it
-            **identity,
         )
 
     def _ended(self) -> str:

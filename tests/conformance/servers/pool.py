@@ -59,6 +59,7 @@ class ServerPool:
 
     def get(self, technology: str) -> RealServer:
         """The technology's server, the same one for the whole run; it answers when this returns.
+        One that a failed test has left dead starts anew, without data.
 
         Raises :class:`ServerUnavailable` with how to get it, and :class:`ServerFailed` when it
         could be had but does not run; both again at every further call.
@@ -72,6 +73,8 @@ class ServerPool:
         server = self._servers[technology]
         if isinstance(server, Exception):
             raise server.with_traceback(None)
+        if not server.runs():
+            server.restart(keep_data=False)
         return server
 
     def header(self) -> list[str]:

@@ -10,8 +10,9 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,12 @@ MEMORY = Path("/dev/shm")
 MEMORY_BYTES_MIN = 2 << 30
 """What is written there survives the death of a process as well as what is on a disk does, and a
 disk that others use makes databases slow enough for tests to miss their deadlines."""
+BECOME = (
+    "import os, sys, warnings; uid, gid = map(int, sys.argv[1:3]); os.setgroups([]); "
+    "os.setgid(gid); os.setuid(uid); os.execvp(sys.argv[3], sys.argv[3:])"
+)
+"""The program of a Python that gives way to a command of another user's, who may not be able to
+read a module: ``execvp`` imports one."""
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZDIR")
 
 
@@ -194,11 +201,14 @@ class Workplace:
         # Releases of etcd before 3.5 want to be told that this is meant.
         return {**kept, **own, "ETCD_UNSUPPORTED_ARCH": "arm64"}
 
-    def identity(self) -> Mapping[str, object]:
-        """Arguments of ``subprocess`` that make a child this user's."""
+    def words(self, command: Sequence[str | Path]) -> list[str | Path]:
+        """The command, so that it runs as this user."""
         if self.user is None:
-            return {}
-        return {"user": self.user.pw_uid, "group": self.user.pw_gid, "extra_groups": []}
+            return list(command)
+        # Not by what ``subprocess`` offers for that: to change the user it forks this process with
+        # all that is in it, and gRPC's threads may crash in the child before the command begins.
+        numbers = (str(self.user.pw_uid), str(self.user.pw_gid))
+        return [sys.executable, "-IS", "-c", BECOME, *numbers, *command]
 
     def run(self, *command: str | Path, text: str = "") -> None:
         """Run a command that prepares the data. Raises :class:`ServerFailed` with what it said."""
@@ -208,9 +218,8 @@ class Workplace:
             raise ServerFailed(f"{command[0]} failed with {done.returncode}:\n{said}")
 
     def _run(self, command: Sequence[str | Path], text: str) -> subprocess.CompletedProcess[str]:
-        identity: dict[str, object] = dict(self.identity())
-        return subprocess.run(  # type: ignore[call-overload,no-any-return]
-            command,
+        return subprocess.run(
+            self.words(command),
             input=text,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -218,5 +227,4 @@ class Workplace:
             cwd=self.directory,
             env=self.environment(),
             timeout=PREPARE_SECONDS_MAX,
-            **identity,
         )
