@@ -179,9 +179,19 @@ class ServerDialect(Dialect):
                 raise
             # On PostgreSQL nothing more is asked on one that was answered with an error.
             connection.invalidate()
+            self._refuse_other_versions(connection, tables)
             return False
         finally:
             connection.rollback()
+
+    def _refuse_other_versions(self, connection: sa.Connection, tables: Tables) -> None:
+        """Of another release a table or a column may be missing."""
+        try:
+            tables.check_version(connection, self.endpoint)
+        except sa.exc.DBAPIError as error:
+            if self.code(error) not in self.missing_table:
+                raise
+            connection.invalidate()
 
     def _try_all(self, connection: sa.Connection, tables: Tables, seconds: float) -> Any:
         """Try all rights without effect; return the tables' version."""

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.conformance.plugin import server_or_not_run
 from rdzv.conformance.registered import RegisteredTarget
 from rdzv.conformance.servers.base import DATABASE, PASSWORD, USER
+from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.servers.programs import Program, Workplace, on_path
 from rdzv.conformance.servers.technologies import PostgreSQL
 
@@ -121,3 +123,15 @@ def ours(server: Any, state: str = "") -> int:
             f"AND pid <> pg_backend_pid() {state}",
         )
     )
+
+
+def backend_on(server: Any, run_id: str = "run", **options: Any) -> SqlBackend:
+    return SqlBackend(server.endpoint(), run_id, SqlOptions(**options))
+
+
+def as_administrator(server: Any) -> str:
+    if server.backend == "postgresql":
+        return str(server.endpoint())
+    if not isinstance(server, LocalServer):
+        pytest.skip("it takes the root account of a server that these tests have started")
+    return f"mysql+pymysql://root@/rdzv?unix_socket={server.directory}/socket"

@@ -1,34 +1,36 @@
-"""PostgreSQL and MariaDB: rights, connections, costs, errors, and what the server does to us."""
+"""PostgreSQL and MariaDB: connections, errors, and what the server does to us."""
 
 from __future__ import annotations
 
 import gc
-import re
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
-from rdzv.backends.sql.__main__ import main, statements
 from rdzv.backends.sql.pool import Reaper
 from rdzv.conformance.proxy import Proxy
-from rdzv.conformance.servers.local import LocalServer
-from rdzv.conformance.store_kit import Background, in_threads
+from rdzv.conformance.store_kit import Background
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError
 from rdzv.ports import Entry, Question
 from rdzv.stores.sql import SqlStore
 
 from .operations import TTL_SECONDS, until, use_all
-from .sql_targets import TABLES, administrator, asked, drop_all, empty_server, listens, ours
+from .sql_targets import (
+    administrator,
+    as_administrator,
+    asked,
+    backend_on,
+    empty_server,
+    listens,
+    ours,
+)
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "sql.md"
 SERVERS = ("postgresql", "mysql")
-SHORT_LIFE = SqlOptions(outage_timeout_seconds=0.3, closed_grace_seconds=0.1)
 
 
 @pytest.fixture(params=SERVERS)
@@ -39,154 +41,6 @@ def server(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def postgresql(request: pytest.FixtureRequest) -> Any:
     return empty_server(request, "postgresql")
-
-
-def backend_on(server: Any, run_id: str = "run", **options: Any) -> SqlBackend:
-    return SqlBackend(server.endpoint(), run_id, SqlOptions(**options))
-
-
-# ------------------------------------------------------------------------------- tables and rights
-
-
-def as_administrator(server: Any) -> str:
-    if server.backend == "postgresql":
-        return str(server.endpoint())
-    if not isinstance(server, LocalServer):
-        pytest.skip("it takes the root account of a server that these tests have started")
-    return f"mysql+pymysql://root@/rdzv?unix_socket={server.directory}/socket"
-
-
-def test_the_documented_rights_are_enough_and_all_needed(server: Any, opened: Any) -> None:
-    engine = sa.create_engine(as_administrator(server), poolclass=sa.NullPool)
-    host, port = server.address
-    endpoint = f"{server.backend}://job:secret@{host}:{port}/rdzv"
-    options = SqlOptions(create_tables=False)
-    page = DOCS.read_text(encoding="utf-8")
-    [block] = re.findall(rf"<!-- test: {server.backend} grants -->\n```sql\n(.*?)```", page, re.S)
-    try:
-        with engine.begin() as connection:
-            for statement in statements(server.backend, "rdzv_", None):
-                connection.exec_driver_sql(statement)
-            for statement in filter(str.strip, block.split(";")):
-                connection.exec_driver_sql(statement)
-        use_all(
-            opened(SqlBackend(endpoint, "run", options)),
-            opened(SqlStore(endpoint, "run", options=options)),
-        )
-        if server.backend == "mysql":
-            return  # There one right is one right on all tables.
-        for table in TABLES:
-            for right in ("SELECT", "INSERT", "UPDATE", "DELETE"):
-                with engine.begin() as connection:
-                    connection.exec_driver_sql(f"REVOKE {right} ON rdzv_{table} FROM job")
-                fresh = SqlOptions(create_tables=False, table_prefix="rdzv_")
-                less = f"{endpoint}?application_name={table}{right}"
-                with pytest.raises(RendezvousSettingsError, match=f"rdzv_{table}.*right"):
-                    opened(SqlBackend(less, "run", fresh)).open()
-                with engine.begin() as connection:
-                    connection.exec_driver_sql(f"GRANT {right} ON rdzv_{table} TO job")
-    finally:
-        with engine.begin() as connection:
-            if server.backend == "postgresql":
-                connection.exec_driver_sql("DROP OWNED BY job")
-            connection.exec_driver_sql("DROP USER IF EXISTS job")
-        engine.dispose()
-
-
-def test_rights_may_be_given_column_by_column(postgresql: Any, opened: Any) -> None:
-    endpoint = sa.make_url(postgresql.endpoint())
-    made = opened(backend_on(postgresql))
-    made.open()
-    tables = made.database.tables
-    with administrator(postgresql) as connection:
-        connection.exec_driver_sql("CREATE ROLE columns LOGIN PASSWORD 'secret'")
-        connection.exec_driver_sql("GRANT SELECT ON rdzv_schema TO columns")
-        for table in tables.all_of_runs:
-            names = ", ".join(column.name for column in table.columns)
-            for right in ("SELECT", "INSERT", "UPDATE"):
-                connection.exec_driver_sql(f"GRANT {right} ({names}) ON {table.name} TO columns")
-            connection.exec_driver_sql(f"GRANT DELETE ON {table.name} TO columns")
-    try:
-        granted = endpoint.set(username="columns", password="secret")
-        rendered = granted.render_as_string(hide_password=False)
-        use_all(opened(SqlBackend(rendered, "run")), opened(SqlStore(rendered, "run")))
-        with administrator(postgresql) as connection:
-            connection.exec_driver_sql("REVOKE INSERT (value) ON rdzv_queues FROM columns")
-        with pytest.raises(RendezvousSettingsError, match=r"rdzv_queues.*right"):
-            opened(SqlBackend(f"{rendered}?application_name=less", "run")).open()
-    finally:
-        with administrator(postgresql) as connection:
-            connection.exec_driver_sql("DROP OWNED BY columns")
-            connection.exec_driver_sql("DROP USER columns")
-
-
-def test_missing_tables_are_told_where_none_may_be_made(server: Any, opened: Any) -> None:
-    with pytest.raises(RendezvousSettingsError, match=f"schema --dialect {server.backend}"):
-        opened(backend_on(server, create_tables=False)).open()
-
-
-def test_tables_are_made_once_by_many(server: Any, opened: Any) -> None:
-    backends = [opened(backend_on(server)) for _ in range(8)]
-    gate = threading.Barrier(len(backends))
-
-    def first_call(index: int) -> object:
-        gate.wait()
-        return backends[index].get_state()
-
-    assert in_threads(len(backends), first_call) == [None] * len(backends)
-    assert asked(server, "SELECT count(*) FROM rdzv_schema") == 1
-
-
-def test_a_schema_is_made_and_used(postgresql: Any, opened: Any) -> None:
-    with administrator(postgresql) as connection:
-        connection.execute(sa.text("DROP SCHEMA IF EXISTS jobs CASCADE"))
-    options = SqlOptions(schema="jobs", table_prefix="my_")
-    use_all(
-        opened(SqlBackend(postgresql.endpoint(), "run", options)),
-        opened(SqlStore(postgresql.endpoint(), "run", options=options)),
-    )
-    assert asked(postgresql, "SELECT count(*) FROM jobs.my_states") == 1
-    assert opened(backend_on(postgresql)).get_state() is None
-
-
-def test_the_command_prints_what_makes_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", "--dialect", "postgresql", "--schema", "jobs"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("CREATE SCHEMA IF NOT EXISTS jobs;")
-    assert printed.count("CREATE TABLE jobs.rdzv_") == 7
-    assert "INSERT INTO jobs.rdzv_schema (version) VALUES (1);" in printed
-    with pytest.raises(SystemExit):
-        main(["schema", "--dialect", "postgresql", "--schema", "a b"])
-    assert "schema" in capsys.readouterr().err
-
-
-def test_dropped_tables_are_made_anew(server: Any, opened: Any) -> None:
-    backend = opened(backend_on(server))
-    backend.set_state(b"x")
-    with administrator(server) as connection:
-        drop_all(connection)
-    with pytest.raises(RendezvousConnectionError, match="makes them anew"):
-        backend.get_state()
-    assert backend.get_state() is None
-    assert backend.set_state(b"y")[2]
-
-
-def test_old_runs_are_swept_in_small_steps(server: Any, opened: Any) -> None:
-    over = opened(SqlBackend(server.endpoint(), "over", SHORT_LIFE))
-    over.set_state(b"document")
-    store = opened(SqlStore(server.endpoint(), "over", lifetime_seconds=0.4))
-    store.multi_set([f"key{number}" for number in range(600)], ["x"] * 600)
-    newcomer = opened(backend_on(server, "new"))
-    seen = [600]
-
-    def is_swept() -> bool:
-        newcomer.announce(Entry(f"node{time.monotonic_ns()}", b""), TTL_SECONDS, Question())
-        seen.append(asked(server, "SELECT count(*) FROM rdzv_store"))
-        assert seen[-2] - seen[-1] <= 500
-        return over.get_state() is None
-
-    until(is_swept)
-    assert seen[-1] == 0
 
 
 # ------------------------------------------------------------------------------------- connections
