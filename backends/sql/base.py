@@ -195,6 +195,9 @@ class Dialect(ABC):
     """At most so many for one backend or store, beside the one of a wait."""
     idle_seconds: float | None = None
     """After so long an unused connection is closed; None for never."""
+    opened_seconds: float = 0.0
+    """So long an unused connection is kept that :meth:`Database.open` has made; known after
+    :meth:`prepare`."""
     can_skip_locked: bool = False
     """Whether a statement can pass by rows that others have locked."""
     can_share: bool = False

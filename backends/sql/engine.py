@@ -119,7 +119,8 @@ class Database:
         """
         deadline = time.monotonic() + self.dialect.open_seconds
         with self._call(is_first=True):
-            self._repeat(lambda: self._ready_pool(deadline), deadline)
+            pool = self._repeat(lambda: self._ready_pool(deadline), deadline)
+            pool.keep(self.dialect.opened_seconds)
 
     def read(self, work: Work[T]) -> T:
         """What ``work`` returns; each of its statements sees the database at one moment."""
@@ -288,6 +289,8 @@ class Database:
 
     def _mark(self, topics: Sequence[str], look: Look | None = None) -> Any:
         def attempt() -> Any:
+            if look is not None:
+                look.answer = None
             return self._waker.mark(topics, self._ready_pool(deadline), deadline, look)
 
         with self._call() as deadline:

@@ -99,9 +99,9 @@ class Listener(ChangeSignal):
                 line = None
             new = [topic for topic in topics if topic not in self._counts]
             if line is None:
-                is_listening = self._open(new, pool, deadline, look)
-            else:
-                is_listening = not new or self._listen_too(line, new)
+                # As it was before the look: what is told together with its answer counts.
+                return self._open(topics, pool, deadline, look)
+            is_listening = not new or self._listen_too(line, new)
             return self._now(topics) if is_listening else None
 
     def sleep(
@@ -178,8 +178,9 @@ class Listener(ChangeSignal):
         opened = self._opened if self._line is not None else -1
         return (opened, *(self._counts.get(topic, -1) for topic in topics))
 
-    def _open(self, topics: Sequence[str], pool: Pool, deadline: float, look: Look | None) -> bool:
-        """Whether the server will tell."""
+    def _open(self, topics: Sequence[str], pool: Pool, deadline: float, look: Look | None) -> Any:
+        """A mark that was taken before the look; None where the server will not tell."""
+        self._counts = dict.fromkeys(topics, 0)
         try:
             with pool.connection(deadline) as connection:
                 driver: Any = connection.connection.driver_connection
@@ -194,10 +195,10 @@ class Listener(ChangeSignal):
             self._polls_until = time.monotonic() + TRY_AGAIN_SECONDS
             if self._polling is self._crowded:
                 pool.spare(TRY_AGAIN_SECONDS)
-            return False
+            return None
         self._line = _Line(pool, connection, driver)
         self._opened += 1
-        return True
+        return (self._opened, *(0 for _ in topics))
 
     def _begin_to_listen(
         self, driver: Any, topics: Sequence[str], look: Look | None
@@ -207,6 +208,7 @@ class Listener(ChangeSignal):
         limits = self._speaker.limits_by(driver)
         if not limits.is_direct:
             return self._pooled
+        driver.add_notify_handler(self._told)
         message = f"BEGIN; {_listening(topics)}; COMMIT; {COUNT}"
         if look is None:
             counted = self._speaker.answers(driver, message)[-1]
@@ -217,9 +219,8 @@ class Listener(ChangeSignal):
         is_pooled = process != driver.pgconn.backend_pid
         if is_pooled or limits.are_short(driver, processes):
             driver.execute("UNLISTEN *")
+            driver.remove_notify_handler(self._told)
             return self._pooled if is_pooled else self._crowded
-        driver.add_notify_handler(lambda told: self._count(told.channel))
-        self._counts.update(dict.fromkeys(topics, 0))
         return None
 
     def _listen(self, driver: Any, topics: Sequence[str]) -> None:
@@ -303,6 +304,9 @@ class Listener(ChangeSignal):
             self._count(told.relname.decode())
             is_told = True
         return is_told
+
+    def _told(self, told: psycopg.Notify) -> None:
+        self._count(told.channel)
 
     def _count(self, topic: str) -> None:
         with self._changed:

@@ -150,6 +150,7 @@ class MysqlDialect(ServerDialect):
 
     @contextmanager
     def making(self, connection: sa.Connection, seconds: float) -> Iterator[bool]:
+        self.begin(connection, False, seconds)
         # Each statement that makes a table is a transaction, so no transaction's lock will do.
         if connection.scalar(sa.select(sa.func.get_lock(LOCK_OF_THE_MAKERS, 0))) != 1:
             yield False

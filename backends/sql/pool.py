@@ -22,9 +22,6 @@ SLOW_CALLS = 5
 """Where calls are slow, what comes between two of them is slow too: an unused connection is kept
 for as long as so many calls, or a crowd that is slow would become slower by connecting anew."""
 SLOW_SECONDS_MAX = 10.0
-OPENED_SECONDS = 5.0
-"""So long an unused connection is kept at first: who opens will join, but its agent may have to get
-ready for that."""
 
 
 class Pool:
@@ -41,7 +38,7 @@ class Pool:
         self._last_used = time.monotonic()
         self._last_call_seconds = 0.0
         self._spares_until = float("-inf")
-        self._kept_until = time.monotonic() + OPENED_SECONDS
+        self._kept_until = float("-inf")
 
     @contextmanager
     def connection(self, deadline: float, *, alone: bool = False) -> Iterator[sa.Connection]:
@@ -68,6 +65,11 @@ class Pool:
         """For so long keep no connection that nobody uses: others lack them. One that is open
         serves one more call."""
         self._spares_until = time.monotonic() + seconds
+        self._kept_until = float("-inf")
+
+    def keep(self, seconds: float) -> None:
+        """For so long close no connection because nobody uses it."""
+        self._kept_until = time.monotonic() + seconds
 
     @property
     def has_idle(self) -> bool:

@@ -36,8 +36,9 @@ from rdzv.backends.sql.server import (
     WRONG_PASSWORD,
     ServerDialect,
     masked,
+    without_effect,
 )
-from rdzv.backends.sql.shortage import LIMITS, Limits
+from rdzv.backends.sql.shortage import COUNT, LIMITS, Limits
 from rdzv.backends.sql.statements import PLACEHOLDERS, statements_for
 from rdzv.errors import RendezvousSettingsError
 
@@ -46,6 +47,8 @@ POLL_SECONDS = 0.25
 ASK_SECONDS_MIN = 1.0
 """A question has so long, even where the call's time was spent on hosts that are silent: else no
 call would ever reach the one behind them."""
+OPENED_SECONDS = 5.0
+"""Who opens will join, but its agent may have to get ready for that."""
 LIMITS_SECONDS = 60.0
 """For so long limits of connections are taken to be what they were."""
 UNFLUSHED = "SET LOCAL synchronous_commit = off"
@@ -144,6 +147,9 @@ class PostgresqlDialect(ServerDialect):
         allowed = float(named.get("connect_timeout") or math.inf)
         seconds = min(self.request_seconds / hosts, allowed)
         named = {**_with_addresses(named, seconds), "connect_timeout": max(2, math.ceil(seconds))}
+        if named.get("client_encoding", "SQL_ASCII").upper() == "SQL_ASCII":
+            # A database of that encoding would have psycopg return bytes for text.
+            named["client_encoding"] = "UTF8"
         try:
             connection = Connection.connect(
                 *positional, **named, autocommit=True, prepare_threshold=None
@@ -171,13 +177,22 @@ class PostgresqlDialect(ServerDialect):
         self.begin(connection, False, seconds)
         driver: Any = connection.connection.driver_connection
         literal = _literals_for(driver)
-        asked = self.texts([tables.newest_version, self._asks_rights(tables)], {}, literal)
+        # The last one of these is carried out, which a server that takes no writes refuses.
+        asked = [tables.newest_version, self._asks_rights(tables), without_effect(tables)[-1]]
+        first = self.texts(asked, {}, literal)
         # What will be sent when many join at once is planned now: whatever a server has against
         # it is told at the start, and its process has read by then what its catalogue says.
         sent = statements_for(tables, self.now, self.sends_as).of_a_join
         planned = [f"EXPLAIN {text}" for text in self.texts(sent, PLACEHOLDERS, literal)]
-        answers = self.answers(driver, "; ".join((*asked, *planned, LIMITS)))
-        self._note_limits(driver, answers[-1].rows[0])
+        try:
+            answers = self.answers(driver, "; ".join((*first, *planned, LIMITS, COUNT)))
+            limits = self._note_limits(driver, answers[-2].rows[0])
+            is_crowded = limits.is_direct and limits.are_short(driver, answers[-1].rows[0][1])
+        except psycopg.Error:
+            # It is of no more use, as :meth:`Connection.wait` has it.
+            connection.invalidate()
+            raise
+        self.opened_seconds = 0.0 if is_crowded else OPENED_SECONDS
         if not answers[1].rows[0][0]:
             # It may have them column by column.
             super()._try_all(connection, tables, seconds)

@@ -106,6 +106,8 @@ class Tables:
             metadata,
             _number("version", primary_key=True, autoincrement=False),
         )
+        self.newest_version = sa.select(sa.func.max(self.schema.c.version))
+        """Asks for the version of the tables, NULL where none was noted."""
         self.runs = _table(
             f"{prefix}runs",
             metadata,
@@ -149,11 +151,6 @@ class Tables:
             sa.Column("writer", sa.String(2 * HASH_CHARACTERS), primary_key=True),
             _key("operation"),
         )
-
-    @property
-    def newest_version(self) -> sa.Select[Any]:
-        """Asks for the version of the tables, NULL where none was noted."""
-        return sa.select(sa.func.max(self.schema.c.version))
 
     @property
     def of_a_run(self) -> tuple[sa.Table, ...]:

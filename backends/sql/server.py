@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -159,9 +160,16 @@ class ServerDialect(Dialect):
         with pool.connection(deadline) as connection:
             self.begin(connection, False, deadline - time.monotonic())
             try:
-                if not self._is_made(connection, tables, deadline):
-                    self._make(connection, tables, deadline)
-                    self._is_made(connection, tables, deadline)
+                if self._lacks(connection, tables, deadline) is None:
+                    return
+                self._make(connection, tables, deadline)
+                missing = self._lacks(connection, tables, deadline)
+                if missing is not None:
+                    raise RendezvousSettingsError(
+                        f"{self.endpoint}: {missing}. The tables with table_prefix="
+                        f"{self._options.table_prefix} are not as this release of rdzv has made "
+                        "them: choose another prefix or database, or have them removed"
+                    )
             except (sa.exc.DBAPIError, self.driver_error) as error:
                 if self.code(error) in self.missing_right:
                     raise RendezvousSettingsError(
@@ -169,33 +177,33 @@ class ServerDialect(Dialect):
                     ) from error
                 raise
 
-    def _is_made(self, connection: sa.Connection, tables: Tables, deadline: float) -> bool:
-        """Whether all tables are there. Raises the driver's error where they may not be used."""
+    def _lacks(self, connection: sa.Connection, tables: Tables, deadline: float) -> str | None:
+        """What of the tables is not there; None where they are. Raises the driver's error where
+        they may not be used, ``RendezvousStateError`` where they are of another release."""
         try:
             version = self._try_all(connection, tables, max(deadline - time.monotonic(), 1.0))
-            return tables.is_known(version, self.endpoint)
+            is_known = tables.is_known(version, self.endpoint)
+            return None if is_known else f"no version in {tables.schema.name}"
         except (sa.exc.DBAPIError, self.driver_error) as error:
-            if self.code(error) not in self.missing_table:
+            code = self.code(error)
+            was_answered = code is not None and not self.is_transient(error)
+            if was_answered and code not in self.missing_right:
+                self._refuse_another_release(connection, tables)
+            if code not in self.missing_table:
                 raise
-            # On PostgreSQL nothing more is asked on one that was answered with an error.
-            connection.invalidate()
-            self._refuse_other_versions(connection, tables)
-            return False
+            return self._said(error)
         finally:
             connection.rollback()
 
-    def _refuse_other_versions(self, connection: sa.Connection, tables: Tables) -> None:
-        """Of another release a table or a column may be missing."""
-        try:
+    def _refuse_another_release(self, connection: sa.Connection, tables: Tables) -> None:
+        """Of one, tables or columns may be missing, or be of other types."""
+        with contextlib.suppress(sa.exc.DBAPIError, self.driver_error):
+            connection.rollback()
             tables.check_version(connection, self.endpoint)
-        except sa.exc.DBAPIError as error:
-            if self.code(error) not in self.missing_table:
-                raise
-            connection.invalidate()
 
     def _try_all(self, connection: sa.Connection, tables: Tables, seconds: float) -> Any:
         """Try all rights without effect; return the tables' version."""
-        statements = (tables.newest_version, *_without_effect(tables))
+        statements = (tables.newest_version, *without_effect(tables))
         if self.sends_as is not None:
             return self.send(connection, [], statements, {}, seconds)[0].rows[0][0]
         self.begin(connection, True, seconds)
@@ -219,7 +227,7 @@ class ServerDialect(Dialect):
                         f"{self.endpoint}: another process is making the tables and does not end"
                     )
                 time.sleep(pause)
-                if self._is_made(connection, tables, deadline):
+                if self._lacks(connection, tables, deadline) is None:
                     return
         except sa.exc.DBAPIError as error:
             if self.code(error) in self.missing_right:
@@ -241,11 +249,13 @@ class ServerDialect(Dialect):
             return True
 
     def _is_made_by_now(self, connection: sa.Connection, tables: Tables) -> bool:
-        inspector = sa.inspect(connection)
-        schema = self._options.schema
-        if not all(inspector.has_table(t.name, schema) for t in tables.metadata.sorted_tables):
-            return False
-        return tables.check_version(connection, self.endpoint)
+        inspector, schema = sa.inspect(connection), self._options.schema
+        # First of all: nothing is to be made among the tables of another release.
+        is_known = inspector.has_table(tables.schema.name, schema) and tables.check_version(
+            connection, self.endpoint
+        )
+        names = [table.name for table in tables.metadata.sorted_tables]
+        return is_known and all(inspector.has_table(name, schema) for name in names)
 
     def make_schema(self, connection: sa.Connection) -> None:
         """Make the schema of the tables, where that is a thing of its own and missing."""
@@ -286,7 +296,7 @@ def _secrets_of(url: sa.URL) -> tuple[str | None, ...]:
 
 
 @functools.cache
-def _without_effect(tables: Tables) -> tuple[sa.Executable, ...]:
+def without_effect(tables: Tables) -> tuple[sa.Executable, ...]:
     """Statements that need all rights that are needed, and change nothing."""
     statements: list[sa.Executable] = []
     for table in tables.all_of_runs:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rdzv.conformance.servers.local import ATTEMPTS_MAX, free_port
+from rdzv.conformance.servers.local import ATTEMPTS_MAX, free_port, has_died
 from rdzv.conformance.target import Server
 
 LOG_BYTES_SHOWN = 2000
@@ -144,12 +144,12 @@ class ProcessServer(Server):
             with contextlib.suppress(OSError):
                 if self.answers():
                     return
-            if process.poll() is not None or time.monotonic() > deadline:
-                ended = process.returncode
+            has_ended = has_died(process)
+            if has_ended or time.monotonic() > deadline:
                 self.kill()
-                raise (RuntimeError if ended is None else _EndedEarly)(
+                raise (_EndedEarly if has_ended else RuntimeError)(
                     f"{self.technology} does not answer at port {self._port}: "
-                    + (f"it ended with {ended}" if ended is not None else "it takes too long")
+                    + (f"it ended with {process.returncode}" if has_ended else "it takes too long")
                     + f"; it said {self._said()!r}"
                 )
             pause.wait(0.02)

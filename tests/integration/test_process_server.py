@@ -15,7 +15,9 @@ import pytest
 
 from rdzv.conformance import process_server
 from rdzv.conformance.process_server import ProcessServer
-from rdzv.conformance.servers.local import free_port
+from rdzv.conformance.servers.local import ATTEMPTS_MAX, free_port
+
+from .operations import until
 
 A_WHILE_SECONDS = 0.1
 PROGRAM = """
@@ -101,6 +103,23 @@ def test_it_goes_to_other_ports_if_one_is_taken_before_it_starts(
             server.restart(keep_data=True)
             assert server.address[1] == free[1]
     assert "Address already in use" in server.log.read_text()
+
+
+def test_what_one_has_started_that_does_not_start_is_ended_too(tmp_path: Path) -> None:
+    command = ["sh", "-c", "sleep 100000 & echo $! >> pids; exit 3".replace("pids", "$0")]
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        ProcessServer([*command, str(tmp_path / "pids")], tmp_path, technology="broken")
+    numbers = (tmp_path / "pids").read_text().split()
+    assert len(numbers) == ATTEMPTS_MAX
+    until(lambda: not any(map(runs, numbers)))
+
+
+def runs(number: str) -> bool:
+    """Whether the process is there, and no mere entry in the kernel's table."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_one_that_never_answers_is_ended(tmp_path: Path) -> None:

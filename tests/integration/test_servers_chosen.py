@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from rdzv.conformance.servers.pool import ServerPool
 from rdzv.conformance.servers.programs import on_path
 from rdzv.conformance.servers.technologies import ALL
 
+from .operations import until
 from .server_kit import ServerCase
 
 
@@ -60,6 +62,10 @@ def test_a_server_that_a_test_has_left_dead_starts_anew(technology: str) -> None
             pytest.skip(str(error))
         assert isinstance(server, LocalServer)
         assert server.runs()
+        os.kill(server.pid, signal.SIGKILL)
+        until(lambda: not server.runs())
+        assert server._process is not None
+        assert server._process.returncode is None, "its number is still its own"
         server.kill()
         # As a restart leaves it that fails half-way.
         shutil.rmtree(server.directory / "data")
@@ -79,7 +85,8 @@ told = ctypes.CFUNCTYPE(None)(lambda: print("forked"))
 ctypes.CDLL(None).__register_atfork(told, None, None, None)
 user = unprivileged(["nobody"])
 place = Workplace.make("test", user)
-place.run("sh", "-c", "id -un > seen")
+place.run("sh", "-c", "id -un > seen; grep SigIgn /proc/self/status > ignored")
+assert int((place.directory / "ignored").read_text().split()[1], 16) == 0
 print((place.directory / "seen").read_text().strip() == user.pw_name)
 subprocess.run(["rm", "-r", str(place.directory)], check=True)
 """

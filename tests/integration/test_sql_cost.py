@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy as sa
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from rdzv.backends.sql import SqlBackend
+from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.backends.sql.base import Polling
 from rdzv.conformance.servers.base import DATABASE
 from rdzv.conformance.store_kit import Background
@@ -24,7 +24,7 @@ from rdzv.ports import Entry, Question
 from rdzv.stores.sql import create_backend
 
 from .operations import TTL_SECONDS, crowd, meet, until
-from .sql_targets import empty_server, listens, ours
+from .sql_targets import administrator, empty_server, listens, ours
 
 NODES = (8, 128)
 GROWTH_MAX = 1.2
@@ -199,8 +199,10 @@ def test_calls_that_are_slow_share_a_connection(server: Any, opened: Any) -> Non
     assert len(set(connections)) == 1
 
 
-def test_what_was_opened_is_kept_until_its_agent_may_be_ready(server: Any, opened: Any) -> None:
-    backend = opened(SqlBackend(server.endpoint(), "run"))
+def test_what_was_opened_is_kept_until_its_agent_may_be_ready(
+    request: pytest.FixtureRequest, opened: Any
+) -> None:
+    backend = opened(SqlBackend(empty_server(request, "postgresql").endpoint(), "run"))
     backend.open()
     pool: Any = backend._database._pool
     pool._last_used -= 3.0
@@ -209,6 +211,36 @@ def test_what_was_opened_is_kept_until_its_agent_may_be_ready(server: Any, opene
     pool._kept_until = float("-inf")
     assert pool.close_idle()
     assert not pool.has_idle
+
+
+def test_what_a_beat_has_opened_is_not_kept(server: Any, opened: Any) -> None:
+    backend = opened(SqlBackend(server.endpoint(), "run"))
+    backend.beat("node", TTL_SECONDS, Question())
+    pool: Any = backend._database._pool
+    pool._last_used -= 3.0
+    assert pool.close_idle()
+    assert not pool.has_idle
+
+
+def test_where_others_lack_connections_none_is_kept(
+    request: pytest.FixtureRequest, opened: Any
+) -> None:
+    server = empty_server(request, "postgresql")
+    endpoint = sa.make_url(server.endpoint()).set(username="few", password="secret")
+    rendered = endpoint.render_as_string(hide_password=False)
+    with administrator(server) as connection:
+        connection.exec_driver_sql("CREATE ROLE few LOGIN PASSWORD 'secret' CONNECTION LIMIT 1")
+        connection.exec_driver_sql("GRANT ALL ON SCHEMA public TO few")
+    try:
+        options = SqlOptions(read_timeout_seconds=4.0)
+        for _ in range(3):
+            opened(SqlBackend(rendered, "run", options)).open()
+    finally:
+        while opened:
+            opened.pop().close()
+        with administrator(server) as connection:
+            connection.exec_driver_sql("DROP OWNED BY few")
+            connection.exec_driver_sql("DROP USER few")
 
 
 def test_who_waits_on_does_not_look_as_often_as_at_first(

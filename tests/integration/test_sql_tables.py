@@ -13,6 +13,8 @@ import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.backends.sql.__main__ import main, statements
+from rdzv.backends.sql.mysql import DEADLINE
+from rdzv.backends.sql.server import _compiled
 from rdzv.conformance.store_kit import in_threads
 from rdzv.errors import RendezvousConnectionError, RendezvousSettingsError, RendezvousStateError
 from rdzv.ports import Entry, Question
@@ -142,12 +144,86 @@ def test_tables_of_another_release_are_told_as_such(
     with administrator(server) as connection:
         for statement in dict.fromkeys(("UPDATE rdzv_schema SET version = 2", change)):
             connection.exec_driver_sql(statement)
+        names = sa.inspect(connection).get_table_names()
     try:
         with pytest.raises(RendezvousStateError, match="have schema version 2"):
             opened(backend_on(server, create_tables=create_tables)).open()
+        with administrator(server) as connection:
+            assert sa.inspect(connection).get_table_names() == names, "nothing is made among them"
     finally:
         with administrator(server) as connection:
             drop_all(connection)
+
+
+def test_a_type_of_another_release_is_told_as_such(postgresql: Any, opened: Any) -> None:
+    opened(backend_on(postgresql)).open()
+    with administrator(postgresql) as connection:
+        for statement in (
+            "UPDATE rdzv_schema SET version = 2",
+            "ALTER TABLE rdzv_roster ALTER COLUMN data TYPE jsonb USING NULL",
+        ):
+            connection.exec_driver_sql(statement)
+    with pytest.raises(RendezvousStateError, match="have schema version 2"):
+        opened(backend_on(postgresql)).open()
+
+
+def test_tables_that_somebody_has_changed_are_told_at_the_start(server: Any, opened: Any) -> None:
+    opened(backend_on(server)).open()
+    with administrator(server) as connection:
+        connection.exec_driver_sql("ALTER TABLE rdzv_roster DROP COLUMN data")
+    with pytest.raises(RendezvousSettingsError, match=r"data.*not as this release"):
+        opened(backend_on(server)).open()
+
+
+def test_a_server_that_takes_no_writes_is_told_at_the_start(postgresql: Any, opened: Any) -> None:
+    opened(backend_on(postgresql)).open()
+    setting = "ALTER DATABASE rdzv {} default_transaction_read_only {}"
+    try:
+        with administrator(postgresql) as connection:
+            connection.exec_driver_sql(setting.format("SET", "= on"))
+        with pytest.raises(RendezvousConnectionError, match="takes no writes"):
+            opened(backend_on(postgresql)).open()
+    finally:
+        with administrator(postgresql) as connection:
+            connection.exec_driver_sql("SET TRANSACTION READ WRITE")
+            connection.exec_driver_sql(setting.format("RESET", ""))
+    opened(backend_on(postgresql)).open()
+
+
+def test_a_database_without_an_encoding_is_as_good(postgresql: Any, opened: Any) -> None:
+    root = sa.create_engine(
+        as_administrator(postgresql), poolclass=sa.NullPool, isolation_level="AUTOCOMMIT"
+    )
+    with root.connect() as connection:
+        connection.exec_driver_sql("DROP DATABASE IF EXISTS plain")
+        connection.exec_driver_sql(
+            "CREATE DATABASE plain TEMPLATE template0 ENCODING 'SQL_ASCII' LC_COLLATE 'C' "
+            "LC_CTYPE 'C'"
+        )
+    url = sa.make_url(postgresql.endpoint()).set(database="plain")
+    endpoint = url.render_as_string(hide_password=False)
+    for run, each in (("é", endpoint), ("è", f"{endpoint}?client_encoding=SQL_ASCII")):
+        use_all(opened(SqlBackend(each, run)), opened(SqlStore(each, run)))
+
+
+def test_making_tables_has_the_time_of_opening(request: pytest.FixtureRequest, opened: Any) -> None:
+    backend = opened(backend_on(empty_server(request, "mysql")))
+    backend.open()
+    dialect: Any = backend.database.dialect
+    with backend.database._pool.connection(time.monotonic() + TTL_SECONDS) as connection:
+        connection.invalidate()
+        with dialect.making(connection, 60.0) as is_alone:
+            assert is_alone
+            assert connection.info[DEADLINE] - time.monotonic() > 50.0
+
+
+def test_opening_again_and_again_compiles_nothing_anew(server: Any, opened: Any) -> None:
+    backend = opened(backend_on(server))
+    backend.open()
+    before = len(_compiled)
+    backend.close()
+    backend.open()
+    assert len(_compiled) == before
 
 
 def test_a_schema_is_made_and_used(postgresql: Any, opened: Any) -> None:

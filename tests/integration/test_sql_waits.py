@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend
 from rdzv.backends.sql.postgresql import Connection
+from rdzv.backends.sql.shortage import Limits
 from rdzv.backends.sql.statements import CROWD
 from rdzv.conformance.store_kit import Background
 from rdzv.ports import Entry, Question
@@ -126,6 +128,46 @@ def test_the_first_look_goes_along_with_listening(
     second = other.set_state(b"2", first[1])[:2]
     assert backend.wait_for_change(first[1], TTL_SECONDS) == second
     assert backend.look_and_watch() == second, "it listens already"
+
+
+def test_what_is_told_while_the_first_look_is_answered_is_not_missed(
+    postgresql: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notification comes with that answer, or with the one to what is asked next."""
+    backend, other = (opened(SqlBackend(postgresql.endpoint(), "run")) for _ in range(2))
+    first = other.set_state(b"1")[:2]
+    backend.open()
+    second: list[Any] = []
+
+    def are_short(limits: Limits, driver: Any, processes: int) -> bool:
+        second.append(other.set_state(b"2", first[1])[:2])
+        driver.execute("SELECT 1")
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Limits, "are_short", are_short)
+        assert backend.look_and_watch() == first
+    assert backend.wait_for_change(first[1], 0.2) == second[0]
+
+
+def test_a_first_look_that_is_repeated_tells_what_is_there_then(
+    postgresql: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, other = (opened(SqlBackend(postgresql.endpoint(), "run")) for _ in range(2))
+    first = other.set_state(b"1")[:2]
+    backend.open()
+    second: list[Any] = []
+
+    def are_short(limits: Limits, driver: Any, processes: int) -> bool:
+        second.append(other.set_state(b"2", first[1])[:2])
+        # As another thread leaves it that has found the server crowded.
+        backend.database._signal._polls_until = time.monotonic() + TTL_SECONDS
+        driver.close()
+        raise psycopg.OperationalError("the connection is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Limits, "are_short", are_short)
+        assert backend.look_and_watch() == second[0]
 
 
 def test_the_first_look_is_made_where_nobody_tells(

@@ -32,6 +32,15 @@ def free_port(host: str = "127.0.0.1") -> int:
             return port
 
 
+def has_died(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended, though nobody has waited for it: its number stays its own, and that of
+    its group."""
+    if process.returncode is not None:
+        return True
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, how) is not None
+
+
 class LocalServer(RealServer):
     """A process, or a tree of them. Starts when it is made; returns when it answers."""
 
@@ -95,7 +104,7 @@ class LocalServer(RealServer):
         self._start()
 
     def runs(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and not has_died(self._process)
 
     def close(self) -> None:
         if os.getpid() != self._owner:

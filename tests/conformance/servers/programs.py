@@ -28,11 +28,12 @@ MEMORY_BYTES_MIN = 2 << 30
 """What is written there survives the death of a process as well as what is on a disk does, and a
 disk that others use makes databases slow enough for tests to miss their deadlines."""
 BECOME = (
-    "import os, sys, warnings; uid, gid = map(int, sys.argv[1:3]); os.setgroups([]); "
+    "import os, signal, sys, warnings; [signal.signal(one, signal.SIG_DFL) for one in "
+    "(signal.SIGPIPE, signal.SIGXFSZ)]; uid, gid = map(int, sys.argv[1:3]); os.setgroups([]); "
     "os.setgid(gid); os.setuid(uid); os.execvp(sys.argv[3], sys.argv[3:])"
 )
 """The program of a Python that gives way to a command of another user's, who may not be able to
-read a module: ``execvp`` imports one."""
+read a module: ``execvp`` imports one. Python ignores two signals, which a program would inherit."""
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZDIR")
 
 
