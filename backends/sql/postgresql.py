@@ -1,7 +1,8 @@
 """PostgreSQL, by psycopg 3.
 
-* No prepared statements and no state of a session: a pooler may give each transaction to another
-  connection of its own. Time limits are set in the transaction that they are for.
+* No state of a session where a pooler may stand behind the connection, which may give each
+  transaction to another one of its own. Time limits are set in the transaction that they are for.
+  Only where the server itself has told that it is there, statements are prepared.
 * libpq waits for an answer for ever. So the loop that waits for the socket is ours, with a
   deadline; a connection whose answer did not come is closed.
 * The server ends a transaction whose client has gone silent, so that nobody waits long for a lock
@@ -29,6 +30,7 @@ from rdzv.backends.sql.base import Answer, ChangeSignal, Pace
 from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
 from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.prepared import CODES, NOTHING_PREPARED, ONE_PLAN_FOR_ALL, Prepared
 from rdzv.backends.sql.schema import Tables
 from rdzv.backends.sql.server import (
     OVERCROWDED,
@@ -67,6 +69,8 @@ class Connection(psycopg.Connection[Any]):
 
     deadline: float = math.inf
     """By ``time.monotonic()``."""
+    prepared: Mapping[Any, Prepared] = NOTHING_PREPARED
+    """By statement."""
 
     def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
         """Drive an operation of psycopg's to its end; see ``psycopg.Connection.wait``."""
@@ -123,11 +127,12 @@ class PostgresqlDialect(ServerDialect):
     missing_table = frozenset({"42P01", "42703", "3F000"})
     missing_right = frozenset({"42501"})
     # Overcrowded; serialization failure; deadlock.
-    transient = frozenset({TOO_MANY_CONNECTIONS, "40001", "40P01"})
+    transient = frozenset({TOO_MANY_CONNECTIONS, "40001", "40P01"}) | CODES
     # A standby; a standby that was promoted; a server that shuts down.
     reopen = frozenset({"25006", "57P01", "57P02"})
 
     _limits: tuple[Limits | None, float] = (None, 0.0)
+    _may_prepare = True
 
     def __init__(self, url: sa.URL, options: SqlOptions) -> None:
         if url.drivername not in ("postgresql", "postgresql+psycopg"):
@@ -179,15 +184,12 @@ class PostgresqlDialect(ServerDialect):
         literal = _literals_for(driver)
         # The last one of these is carried out, which a server that takes no writes refuses.
         asked = [tables.newest_version, self._asks_rights(tables), without_effect(tables)[-1]]
-        first = self.texts(asked, {}, literal)
-        # What will be sent when many join at once is planned now: whatever a server has against
-        # it is told at the start, and its process has read by then what its catalogue says.
-        sent = statements_for(tables, self.now, self.sends_as).of_a_join
-        planned = [f"EXPLAIN {text}" for text in self.texts(sent, PLACEHOLDERS, literal)]
+        message = "; ".join((*self.texts(asked, {}, literal), LIMITS, COUNT))
         try:
-            answers = self.answers(driver, "; ".join((*first, *planned, LIMITS, COUNT)))
+            answers = self.answers(driver, message)
             limits = self._note_limits(driver, answers[-2].rows[0])
             is_crowded = limits.is_direct and limits.are_short(driver, answers[-1].rows[0][1])
+            self._plan(driver, tables, limits.is_direct and not is_crowded)
         except psycopg.Error:
             # It is of no more use, as :meth:`Connection.wait` has it.
             connection.invalidate()
@@ -197,6 +199,23 @@ class PostgresqlDialect(ServerDialect):
             # It may have them column by column.
             super()._try_all(connection, tables, seconds)
         return answers[0].rows[0][0]
+
+    def _plan(self, driver: Connection, tables: Tables, is_kept: bool) -> None:
+        """Let the server plan now what is sent when many join at once, and keep that where the
+        connection ``is_kept`` for it: whatever it has against a statement is told at the start."""
+        statements = statements_for(tables, self.now, self.sends_as).of_a_join
+        literal = _literals_for(driver)
+        texts = self.texts(statements, PLACEHOLDERS, literal)
+        before: list[str] = []
+        made: dict[Any, Prepared] = {}
+        if is_kept and self._may_prepare:
+            for number, statement in enumerate(statements):
+                text, fixed = self._compiled(statement, literal)
+                made[statement] = Prepared.of(f"rdzv_{number}", text, fixed)
+            before = [ONE_PLAN_FOR_ALL, *(one.definition for one in made.values())]
+            texts = self.texts(statements, PLACEHOLDERS, literal, made)
+        self.answers(driver, "; ".join((*before, *(f"EXPLAIN {text}" for text in texts))))
+        driver.prepared = made
 
     def _asks_rights(self, tables: Tables) -> sa.Select[Any]:
         """Asks for all rights that are needed, which costs less than to try them."""
@@ -249,7 +268,7 @@ class PostgresqlDialect(ServerDialect):
     ) -> list[Answer]:
         self.begin(connection, False, seconds)
         driver: Any = connection.connection.driver_connection
-        texts = self.texts((*written, *read), values, _literals_for(driver))
+        texts = self._texts(driver, (*written, *read), values)
         if not written:
             return self.answers(driver, "; ".join(texts))
         texts.insert(len(written), "COMMIT")
@@ -261,15 +280,21 @@ class PostgresqlDialect(ServerDialect):
 
     def text(self, driver: Any, statement: sa.Executable, values: dict[str, Any]) -> str:
         """The statement as it is sent by this connection of the driver's."""
-        [text] = self.texts([statement], values, _literals_for(driver))
+        [text] = self._texts(driver, [statement], values)
         return text
+
+    def _texts(
+        self, driver: Connection, statements: Sequence[sa.Executable], values: dict[str, Any]
+    ) -> list[str]:
+        prepared = driver.prepared if self._may_prepare else NOTHING_PREPARED
+        return self.texts(statements, values, _literals_for(driver), prepared)
 
     def answers(self, driver: Any, message: str) -> list[Answer]:
         """To all statements of a message. Raises :class:`StaleConnection` where it was lost before
         anything was asked that may not be repeated."""
         answers: list[Answer] = []
         cursor = psycopg.ClientCursor(driver)
-        with unless_stale(driver):
+        with unless_stale(driver), self._unless_not_prepared():
             cursor.execute(message)
             while True:
                 # Not by its description, which makes an object for each column.
@@ -278,6 +303,15 @@ class PostgresqlDialect(ServerDialect):
                 answers.append(Answer(cursor.rowcount, rows))
                 if not cursor.nextset():
                     return answers
+
+    @contextmanager
+    def _unless_not_prepared(self) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error as error:
+            if error.sqlstate in CODES:
+                self._may_prepare = False
+            raise
 
     def signal(self) -> ChangeSignal:
         pooled, crowded = Pace(0.01, 0.5, 0.1), Pace(0.5, 2.0, 0.2)

@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from rdzv.backends.sql.base import Dialect, Trouble
 from rdzv.backends.sql.options import SqlOptions
 from rdzv.backends.sql.pool import Pool
+from rdzv.backends.sql.prepared import NOTHING_PREPARED, Prepared
 from rdzv.backends.sql.schema import SCHEMA_VERSION, Tables
 from rdzv.errors import (
     RendezvousConnectionError,
@@ -44,7 +45,7 @@ READ_ONLY = "This server takes no writes: it may be a standby. The next call con
 UNREACHABLE = "Look whether the server runs and can be reached from here."
 
 _compiled: dict[Any, tuple[str, dict[str, str]]] = {}
-"""Of statements, their text and the literals that they bring with them."""
+"""By dialect and statement."""
 _engines: dict[tuple[sa.URL, float], sa.Engine] = {}
 
 
@@ -135,20 +136,31 @@ class ServerDialect(Dialect):
         statements: Sequence[Any],
         values: Mapping[str, Any],
         literal: Callable[[Any], str],
+        prepared: Mapping[Any, Prepared] = NOTHING_PREPARED,
     ) -> list[str]:
         """The statements as they are sent: each is compiled once, and each value is made a
-        ``literal`` of the language once, however many of them name it."""
+        ``literal`` of the language once, however many of them name it. Of what is ``prepared``
+        only the values are sent."""
         literals = {name: literal(value) for name, value in values.items()}
         texts = []
         for statement in statements:
-            key = (type(self), statement)
-            if key not in _compiled:
-                compiled = statement.compile(dialect=self._by_name)
-                fixed = {n: literal(v) for n, v in compiled.params.items() if v is not None}
-                _compiled[key] = (compiled.string, fixed)
-            text, fixed = _compiled[key]
+            if statement in prepared:
+                texts.append(prepared[statement].call(literals))
+                continue
+            text, fixed = self._compiled(statement, literal)
             texts.append(text % {**fixed, **literals})
         return texts
+
+    def _compiled(
+        self, statement: Any, literal: Callable[[Any], str]
+    ) -> tuple[str, dict[str, str]]:
+        """The statement's text, and the literals that it brings with it."""
+        key = (type(self), statement)
+        if key not in _compiled:
+            compiled = statement.compile(dialect=self._by_name)
+            fixed = {n: literal(v) for n, v in compiled.params.items() if v is not None}
+            _compiled[key] = (compiled.string, fixed)
+        return _compiled[key]
 
     def is_replaced(self) -> bool:
         return False
