@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rdzv.backends.sql.base import Answer
+from rdzv.backends.sql.base import Answer, Look
 from rdzv.backends.sql.engine import Database
-from rdzv.backends.sql.roster import PULSE_COLUMNS
+from rdzv.backends.sql.roster import PULSE_COLUMNS, known_as, parsed
 from rdzv.backends.sql.runs import Run, unique
 from rdzv.backends.sql.statements import statements_for
+from rdzv.ports import Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,18 @@ class Announced:
     """The document where it is another one than the caller knows; None where nobody has looked."""
 
 
+class Write:
+    """One write of the document, over the one with the ``token``, or where there is none."""
+
+    def __init__(self, state: bytes, token: Token | None) -> None:
+        self.token = token
+        self.id = unique()
+        self.values: dict[str, object] = {"new_state": state, "new_write_id": self.id}
+        version, _ = parsed(token) or (0, "")
+        self.new_token = f"{version + 1}:{self.id}"
+        """Of the document once it is written."""
+
+
 class AtOnce:
     """The roster of one run, and the look of who waits."""
 
@@ -49,6 +62,7 @@ class AtOnce:
             "run_id": run.raw_id,
             "lifetime": run.lifetime,
             "topic": run.topic("roster"),
+            "state_topic": run.topic("state"),
         }
 
     def announce(
@@ -90,6 +104,15 @@ class AtOnce:
         read = [statements.pulse]
         extended, pulse = self._database.send(written, read, values, alone=True)
         return extended.count == 1, pulse.rows[0]
+
+    def put(self, write: Write) -> Look | None:
+        """What goes along with the transaction that makes the ``write``: see
+        :attr:`Statements.create`; None where that is done one by one."""
+        statement = self._statements.create if write.token is None else self._statements.swap
+        if statement is None:
+            return None
+        values = {**write.values, **known_as(write.token), **self._constants}
+        return Look(statement, values)
 
     def look(self, values: dict[str, Any], *, at_roster: bool = False) -> Sequence[Any]:
         """The row of :func:`look_statement`, with the roster's revision if ``at_roster``."""

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from rdzv.backends.sql import files
-from rdzv.backends.sql.at_once import AtOnce
+from rdzv.backends.sql.at_once import AtOnce, Write
 from rdzv.backends.sql.dialects import dialect_for
 from rdzv.backends.sql.engine import Database
 from rdzv.backends.sql.options import SqlOptions
@@ -24,14 +24,14 @@ from rdzv.backends.sql.roster import (
     RosterRows,
     asked,
     entry_values,
+    known_as,
     look_statement,
     milliseconds,
-    parsed,
     pulse_of,
     row_values,
     token_of,
 )
-from rdzv.backends.sql.runs import Run, unique
+from rdzv.backends.sql.runs import Run
 from rdzv.backends.sql.schema import hashed, tables
 from rdzv.errors import RendezvousError, RendezvousSettingsError, RendezvousStateError
 from rdzv.ports import (
@@ -115,13 +115,13 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
     def get_state(self) -> tuple[bytes, Token] | None:
         if self._at_once is None:
             return self._database.read(self._states.get)
-        return self._found(self._at_once.look(_States.known(None)))
+        return self._found(self._at_once.look(known_as(None)))
 
     def look_and_watch(self) -> tuple[bytes, Token] | None:
         if self._at_once is None:
             return self.get_state()
         topics = [self._state_topic]
-        row, know = self._at_once.look_and_listen(_States.known(None), topics)
+        row, know = self._at_once.look_and_listen(known_as(None), topics)
         found = self._found(row)
         know((self._known, None))
         return found
@@ -135,18 +135,30 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        write_id = unique()
+        write = Write(bytes(state), token)
+        along = None if self._at_once is None else self._at_once.put(write)
 
         def work(connection: sa.Connection) -> tuple[bytes, Token, bool] | None:
-            new_token = self._states.put(connection, bytes(state), token, write_id)
-            if new_token is None:
+            has_row = None
+            if along is None or along.answer is None:
+                is_written = self._states.put(connection, write)
+                if is_written:
+                    self._database.notify(connection, self._state_topic)
+            else:
+                is_written = bool(along.answer.rows)
+                has_row = is_written and along.answer.rows[0][0]
+            if not is_written:
                 found = self._states.get(connection)
                 return None if found is None else (*found, False)
-            self._run.touch(connection, must=token is None)
-            self._database.notify(connection, self._state_topic)
-            return state, new_token, True
+            if token is None:
+                self._run.keep(connection, has_row)
+            else:
+                self._run.touch(connection)
+            return state, write.new_token, True
 
-        answer = self._database.write(work, lambda c: self._states.is_mine(c, write_id))
+        answer = self._database.write(
+            work, lambda c: self._states.is_mine(c, write.id), along=along
+        )
         if token is None and answer is not None and answer[2]:
             self._run.sweep()
         return answer
@@ -182,7 +194,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
     def _announce_at_once(
         self, roster: AtOnce, entry: Entry, is_change: bool, ttl: int, question: Question
     ) -> Pulse:
-        known = _States.known(self._known)
+        known = known_as(self._known)
         values = {**row_values(entry, ttl, 0), **asked(question), **known}
         # Who announces itself waits next.
         know = self._database.listen([self._state_topic])
@@ -251,7 +263,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
         def look() -> tuple[bytes, Token] | bool | None:
             if self._at_once is not None:
                 at_roster = revision is not None
-                row = self._at_once.look(_States.known(token), at_roster=at_roster)
+                row = self._at_once.look(known_as(token), at_roster=at_roster)
             else:
                 row = self._database.read(lambda c: self._states.look(c, token))
             found, state, roster = self._states.seen(row, token)
@@ -322,14 +334,8 @@ class _States:
         state, version, write_id = row
         return self.checked(state), token_of(version, write_id)
 
-    @staticmethod
-    def known(token: Token | None) -> dict[str, object]:
-        """The values of :func:`look_statement`, but for the run."""
-        version, write_id = parsed(token) or (-1, "")
-        return {"old_version": version, "old_write_id": write_id}
-
     def look(self, connection: sa.Connection, token: Token | None) -> Sequence[Any]:
-        return connection.execute(self._look, self.known(token)).one()
+        return connection.execute(self._look, known_as(token)).one()
 
     def seen(self, row: Sequence[Any], token: Token | None) -> tuple[Token | None, bytes, str]:
         """The document's token; the document where it has another than ``token``; and the
@@ -347,22 +353,14 @@ class _States:
             )
         return state
 
-    def put(
-        self, connection: sa.Connection, state: bytes, token: Token | None, write_id: str
-    ) -> Token | None:
-        """Write the document; return its token, or None where the write has lost."""
-        values: dict[str, object] = {"new_state": state, "new_write_id": write_id}
-        if token is None:
+    def put(self, connection: sa.Connection, write: Write) -> bool:
+        """Write the document; whether that has not lost."""
+        if write.token is None:
             # The count of rows that were inserted is not to be had from every driver.
-            connection.execute(self._create, values)
-            return token_of(1, write_id) if self.is_mine(connection, write_id) else None
-        expected = parsed(token)
-        if expected is None:
-            return None
-        version, old_write_id = expected
-        values |= {"old_version": version, "old_write_id": old_write_id}
-        swapped = connection.execute(self._swap, values).rowcount == 1
-        return token_of(version + 1, write_id) if swapped else None
+            connection.execute(self._create, write.values)
+            return self.is_mine(connection, write.id)
+        values = {**write.values, **known_as(write.token)}
+        return bool(connection.execute(self._swap, values).rowcount == 1)
 
     def is_mine(self, connection: sa.Connection, write_id: str) -> bool:
         return connection.scalar(self._is_mine, {"new_write_id": write_id}) is not None

@@ -110,7 +110,7 @@ NO_KNOWLEDGE = Knowledge(None, None, 0.0)
 
 @dataclass
 class Look:
-    """A question that may go along with another message, and its answer once it was asked."""
+    """A statement that may go along with another message, and its answer once it did."""
 
     statement: sa.Executable
     values: dict[str, Any]
@@ -233,9 +233,13 @@ class Dialect(ABC):
         """The caller has been told of the loss: what is there next is as good."""
 
     @abstractmethod
-    def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
+    def begin(
+        self, connection: sa.Connection, write: bool, seconds: float, along: Look | None = None
+    ) -> None:
         """Start a transaction that writes, or allow reading statements. From now on nothing on
-        this connection lasts longer than ``seconds``, waiting for a lock included."""
+        this connection lasts longer than ``seconds``, waiting for a lock included. The statement
+        ``along`` is the first one of a transaction that writes, where it then costs no message of
+        its own; else it is left as it is."""
 
     def send(
         self,

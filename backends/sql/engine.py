@@ -133,17 +133,25 @@ class Database:
             return self._repeat(attempt, deadline, is_read=True)
 
     def write(
-        self, work: Work[T], was_applied: Work[bool] | None = None, *, alone: bool = False
+        self,
+        work: Work[T],
+        was_applied: Work[bool] | None = None,
+        *,
+        alone: bool = False,
+        along: Look | None = None,
     ) -> T:
-        """What ``work`` returns, once all it wrote is committed; both execute a statement.
-        ``alone`` says that no other call will come soon.
+        """What ``work`` returns, once all it wrote is committed.
+        ``alone`` says that no other call will come soon. What goes ``along`` was answered when
+        ``work`` is called, or is left to it.
 
         Raises :class:`AnswerLost` where that is not known. After any other error ``was_applied``,
         in a transaction of its own, has found nothing; without one, the commit may yet be made.
         """
 
         def attempt() -> T:
-            with self._connection(deadline, write=True, alone=alone) as connection:
+            if along is not None:
+                along.answer = None
+            with self._connection(deadline, write=True, alone=alone, along=along) as connection:
                 result = work(connection)
                 try:
                     connection.commit()
@@ -315,11 +323,15 @@ class Database:
 
     @contextlib.contextmanager
     def _connection(
-        self, deadline: float, *, write: bool, alone: bool = False
+        self, deadline: float, *, write: bool, alone: bool = False, along: Look | None = None
     ) -> Iterator[sa.Connection]:
         pool = self._ready_pool(deadline)
         with pool.connection(deadline, alone=alone) as connection:
-            self.dialect.begin(connection, write, deadline - time.monotonic())
+            self.dialect.begin(connection, write, deadline - time.monotonic(), along)
+            if write and not connection.in_transaction():
+                # Else SQLAlchemy would neither commit nor roll back before it has executed
+                # something by itself.
+                connection.begin()
             # What ``work`` leaves without a commit is rolled back by the pool.
             yield connection
 

@@ -161,7 +161,9 @@ class MysqlDialect(ServerDialect):
             connection.rollback()
             connection.scalar(sa.select(sa.func.release_lock(LOCK_OF_THE_MAKERS)))
 
-    def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
+    def begin(
+        self, connection: sa.Connection, write: bool, seconds: float, along: Look | None = None
+    ) -> None:
         driver: Any = connection.connection.driver_connection
         connection.info[DEADLINE] = time.monotonic() + max(seconds, 0.001)
         if self._driver_name == "pymysql":

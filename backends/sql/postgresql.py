@@ -26,7 +26,7 @@ from psycopg.adapt import Transformer
 from psycopg.waiting import Ready, Wait
 from sqlalchemy.dialects import postgresql
 
-from rdzv.backends.sql.base import Answer, ChangeSignal, Pace
+from rdzv.backends.sql.base import Answer, ChangeSignal, Look, Pace
 from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
 from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
@@ -248,15 +248,21 @@ class PostgresqlDialect(ServerDialect):
         if schema is not None and not sa.inspect(connection).has_schema(schema):
             connection.execute(sa.schema.CreateSchema(schema, if_not_exists=True))
 
-    def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
+    def begin(
+        self, connection: sa.Connection, write: bool, seconds: float, along: Look | None = None
+    ) -> None:
         driver: Any = connection.connection.driver_connection
         seconds = max(seconds, min(ASK_SECONDS_MIN, self.request_seconds))
         driver.deadline = time.monotonic() + seconds
         if not write:
             return
-        # To begin changes nothing.
-        with unless_stale(driver):
-            driver.execute(_begin(seconds))
+        # Nothing is written before the commit.
+        if along is None:
+            with unless_stale(driver):
+                driver.execute(_begin(seconds))
+        else:
+            text = self.text(driver, along.statement, along.values)
+            along.answer = self.answers(driver, f"{_begin(seconds)}; {text}")[-1]
 
     def send(
         self,

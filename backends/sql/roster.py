@@ -232,6 +232,13 @@ def parsed(token: Token) -> tuple[int, str] | None:
     return int(version), write_id
 
 
+def known_as(token: Token | None) -> dict[str, object]:
+    """What :func:`look_statement` and a swap are told of the document that the caller has; -1
+    where it has none, or what is no token of ours."""
+    version, write_id = parsed(token) or (-1, "")
+    return {"old_version": version, "old_write_id": write_id}
+
+
 def entry_values(entry: Entry, ttl: int) -> dict[str, object]:
     return {
         "ttl": ttl,

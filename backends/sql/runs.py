@@ -81,12 +81,24 @@ class Run:
             connection.execute(self._insert, {"new_revision": unique()})
             connection.execute(self._lock)
 
-    def touch(self, connection: sa.Connection, *, must: bool = False) -> None:
-        """Keep the run's records, where that is due or a ``must``."""
-        if must or self.is_touch_due:
+    def touch(self, connection: sa.Connection) -> None:
+        """Keep the run's records, where that is due."""
+        if self.is_touch_due:
             if connection.execute(self._touch).rowcount == 0:
                 connection.execute(self._insert, {"new_revision": unique()})
             self.touched()
+
+    def keep(self, connection: sa.Connection, has_row: bool | None = None) -> None:
+        """:meth:`touch`, and where that is not due see that the run has a row at all, without
+        which nobody would ever sweep its records; ``has_row`` if that is known. Waits for nobody
+        who holds the row."""
+        if self.is_touch_due:
+            self.touch(connection)
+            return
+        if has_row is None:
+            has_row = connection.execute(self._arrivals).one_or_none() is not None
+        if not has_row:
+            connection.execute(self._insert, {"new_revision": unique()})
 
     @property
     def is_touch_due(self) -> bool:

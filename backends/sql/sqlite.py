@@ -148,7 +148,9 @@ class SqliteDialect(Dialect):
     def forget(self) -> None:
         self._identity = None
 
-    def begin(self, connection: sa.Connection, write: bool, seconds: float) -> None:
+    def begin(
+        self, connection: sa.Connection, write: bool, seconds: float, along: Look | None = None
+    ) -> None:
         connection.begin()
         driver = _driver(connection)
         if not write:

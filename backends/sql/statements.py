@@ -49,6 +49,10 @@ class Statements:
     """:func:`look_statement`."""
     look_at_state: sa.Executable
     """The same without the roster's revision; no row without a document."""
+    create: sa.Executable | None = None
+    swap: sa.Executable | None = None
+    """Write the document and wake who waits for it. The row tells whether the run has one; there
+    is none where the write has lost. None where that takes more than a statement."""
 
     @property
     def of_a_join(self) -> tuple[sa.Executable, ...]:
@@ -109,6 +113,7 @@ def statements_for(
             _pulse(tables, run, is_told=False),
             _look(tables, run),
             look_at_state,
+            *_writes(tables, run, now),
         )
     announcement = _announcement_to_sqlite if language == "sqlite" else _announcement_to_mysql
     pulse, look = pulse_statement(tables, run, now), look_statement(tables, run)
@@ -228,6 +233,36 @@ def _put(
         .returning(roster.c.arrival)
         .cte("put")
     )
+
+
+def _writes(
+    tables: Tables, run: sa.ColumnElement[str], now: sa.ColumnElement[int]
+) -> tuple[sa.Executable, sa.Executable]:
+    """Make the document, and change it."""
+    states, runs = tables.states, tables.runs
+    new: dict[str, Any] = {
+        "write_id": sa.bindparam("new_write_id", type_=sa.String),
+        "written_at": now,
+        "state": sa.bindparam("new_state", type_=Bytes),
+    }
+    create = postgresql.insert(states).values(run_key=run, version=1, **new)
+    swap = (
+        states.update()
+        .where(
+            states.c.run_key == run,
+            states.c.version == sa.bindparam("old_version", type_=sa.BigInteger),
+            states.c.write_id == sa.bindparam("old_write_id", type_=sa.String),
+        )
+        .values(version=states.c.version + 1, **new)
+    )
+
+    def told(write: Any) -> sa.Executable:
+        written = write.returning(states.c.version).cte("written")
+        has_run = sa.exists(sa.select(runs.c.run_key).where(runs.c.run_key == run))
+        notify = sa.cast(sa.func.pg_notify(sa.bindparam("state_topic"), ""), sa.Text)
+        return sa.select(has_run, notify).select_from(written)
+
+    return told(create.on_conflict_do_nothing()), told(swap)
 
 
 def _pulse(tables: Tables, run: sa.ColumnElement[str], *, is_told: bool) -> sa.Select[Any]:
