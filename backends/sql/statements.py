@@ -63,6 +63,7 @@ class Statements:
             self.pulse_after_announcing,
             self.find,
             self.look_at_state,
+            *(write for write in (self.create, self.swap) if write is not None),
         )
 
 
@@ -77,8 +78,8 @@ wait for the run's row."""
 
 PLACEHOLDERS = {
     **dict.fromkeys(("run", "node", "peer", "label", "topic", "new_revision"), ""),
-    **dict.fromkeys(("new_label_key", "old_write_id"), ""),
-    **dict.fromkeys(("run_id", "new_node_id", "new_label", "new_data"), b""),
+    **dict.fromkeys(("new_label_key", "old_write_id", "new_write_id", "state_topic"), ""),
+    **dict.fromkeys(("run_id", "new_node_id", "new_label", "new_data", "new_state"), b""),
     **dict.fromkeys(("ttl", "lifetime", "old_version", "new_withdrawn"), 0),
 }
 """Values for all of them, where nothing is to be found or written. NULL would be no value of a
