@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -21,9 +22,12 @@ from rdzv.state import Node, RosterEntry
 
 RANK_ORDERS = ("stable", "natural", "topology")
 
+KEYS_KEPT_MAX = 16_384
+"""A crowd is put in order again and again while it grows."""
 _DIGITS = re.compile(r"(\d+)")
 
 
+@functools.lru_cache(KEYS_KEPT_MAX)
 def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key that reads numbers as numbers.
 

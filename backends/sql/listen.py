@@ -279,13 +279,14 @@ class Listener(ChangeSignal):
         try:
             # What came with the answer to a question is in no socket any more.
             if not self._drain(line):
-                poller = select.poll()
-                for descriptor in (line.driver.pgconn.socket, line.bell[0].fileno()):
+                poller, bell = select.poll(), line.bell[0].fileno()
+                for descriptor in (line.driver.pgconn.socket, bell):
                     poller.register(descriptor, select.POLLIN)
-                poller.poll(max(1, round(seconds * 1000)))
+                found = poller.poll(max(1, round(seconds * 1000)))
                 with self._changed:
                     if self._line is line:
-                        line.hush()
+                        if any(descriptor == bell for descriptor, _ in found):
+                            line.hush()
                         line.driver.pgconn.consume_input()
                         self._drain(line)
             is_good = True

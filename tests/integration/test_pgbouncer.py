@@ -8,25 +8,11 @@ from typing import Any
 import pytest
 
 from rdzv.backends.sql import SqlBackend
-from rdzv.conformance.plugin import server_or_not_run
-from rdzv.conformance.servers.local import LocalServer
 from rdzv.conformance.store_kit import Background
 from rdzv.conformance.suites import BackendSuite, RosterSuite, StoreSuite, WatchSuite, marked
 from rdzv.conformance.target import Target
 
-from .sql_targets import PgBouncer, SqlTarget, listens
-
-
-@pytest.fixture(scope="module")
-def pooler(request: pytest.FixtureRequest) -> Iterator[Any]:
-    behind = server_or_not_run(request, "postgresql")
-    technology = PgBouncer(behind.address)
-    program = technology.find()
-    if program is None:
-        pytest.skip(f"NOT RUN, since there is no pgbouncer on this machine: {technology.how}")
-    pooler = LocalServer(technology, program)
-    yield pooler
-    pooler.close()
+from .sql_targets import SqlTarget, listens
 
 
 class _Pooled:

@@ -6,19 +6,12 @@ import contextlib
 from typing import Any
 
 import psycopg
-import pytest
 import sqlalchemy as sa
 
 from rdzv.backends.sql import SqlBackend
 from rdzv.ports import Entry, Question
 
 from .operations import TTL_SECONDS, reach, until
-from .sql_targets import empty_server
-
-
-@pytest.fixture
-def postgresql(request: pytest.FixtureRequest) -> Any:
-    return empty_server(request, "postgresql")
 
 
 def test_what_a_crash_takes_with_it_is_gone_to_who_has_said_it(

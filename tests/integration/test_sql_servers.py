@@ -38,11 +38,6 @@ def server(request: pytest.FixtureRequest) -> Any:
     return empty_server(request, request.param)
 
 
-@pytest.fixture
-def postgresql(request: pytest.FixtureRequest) -> Any:
-    return empty_server(request, "postgresql")
-
-
 # ------------------------------------------------------------------------------------- connections
 
 

@@ -41,11 +41,6 @@ def server(request: pytest.FixtureRequest) -> Any:
     return empty_server(request, request.param)
 
 
-@pytest.fixture
-def postgresql(request: pytest.FixtureRequest) -> Any:
-    return empty_server(request, "postgresql")
-
-
 def test_the_documented_rights_are_enough_and_all_needed(server: Any, opened: Any) -> None:
     engine = sa.create_engine(as_administrator(server), poolclass=sa.NullPool)
     host, port = server.address

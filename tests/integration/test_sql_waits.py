@@ -22,11 +22,6 @@ from .operations import TTL_SECONDS, until
 from .sql_targets import empty_server, listens
 
 
-@pytest.fixture
-def postgresql(request: pytest.FixtureRequest) -> Any:
-    return empty_server(request, "postgresql")
-
-
 @contextlib.contextmanager
 def messages_of(backend: SqlBackend) -> Iterator[list[int]]:
     """How many statements each message has, of those that are sent from now on."""
