@@ -16,6 +16,9 @@ multi = store_book("values", "multi")
 lists = store_book("values", "list_keys")
 clones = store_book("values", "clone")
 
+COMPETITIONS = 25
+"""A single one may by chance be decided before all are there."""
+
 
 @case
 def what_is_set_is_got(connect: Connect) -> None:
@@ -225,8 +228,14 @@ def compare_set_takes_an_empty_value_for_the_empty_expectation(connect: Connect)
 @case
 def one_compare_set_of_many_wins(connect: Connect) -> None:
     stores = [connect() for _ in range(4)]
-    answers = in_threads(4, lambda index: stores[index].compare_set("k", "", f"{index}"))
-    assert set(answers) == {stores[0].get("k")}
+    keys = [f"k{number}" for number in range(COMPETITIONS)]
+
+    def compete(index: int) -> list[bytes]:
+        return [stores[index].compare_set(key, "", f"{index}") for key in keys]
+
+    answers = in_threads(4, compete)
+    for key, answers_of_key in zip(keys, zip(*answers, strict=True), strict=True):
+        assert set(answers_of_key) == {stores[0].get(key)}
 
 
 # check and delete_key
