@@ -183,11 +183,11 @@ def test_an_answer_that_stays_lost_is_found_by_the_repeat(stores: Stores) -> Non
     dialect: Any = client._database.dialect
     begin, begun = dialect.begin, []
 
-    def begin_once(connection: Any, write: bool, seconds: float) -> None:
+    def begin_once(connection: Any, write: bool, *arguments: Any) -> None:
         begun.append(connection)
         if len(begun) > 1:
             raise OSError("the cable was pulled")
-        begin(connection, write, seconds)
+        begin(connection, write, *arguments)
 
     lose_answers(client, applied=True)
     dialect.begin = begin_once
