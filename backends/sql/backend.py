@@ -139,19 +139,19 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
         along = None if self._at_once is None else self._at_once.put(write)
 
         def work(connection: sa.Connection) -> tuple[bytes, Token, bool] | None:
-            has_row = None
+            is_kept = None
             if along is None or along.answer is None:
                 is_written = self._states.put(connection, write)
                 if is_written:
                     self._database.notify(connection, self._state_topic)
             else:
                 is_written = bool(along.answer.rows)
-                has_row = is_written and along.answer.rows[0][0]
+                is_kept = is_written and along.answer.rows[0][0]
             if not is_written:
                 found = self._states.get(connection)
                 return None if found is None else (*found, False)
             if token is None:
-                self._run.keep(connection, has_row)
+                self._run.keep(connection, is_kept)
             else:
                 self._run.touch(connection)
             return state, write.new_token, True

@@ -30,7 +30,7 @@ from rdzv.backends.sql.base import Answer, ChangeSignal, Look, Pace
 from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
 from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
-from rdzv.backends.sql.prepared import CODES, NOTHING_PREPARED, ONE_PLAN_FOR_ALL, Prepared
+from rdzv.backends.sql.prepared import CODES, NOTHING_PREPARED, PLAN_ONCE, Prepared
 from rdzv.backends.sql.schema import Tables
 from rdzv.backends.sql.server import (
     OVERCROWDED,
@@ -127,7 +127,7 @@ class PostgresqlDialect(ServerDialect):
     missing_table = frozenset({"42P01", "42703", "3F000"})
     missing_right = frozenset({"42501"})
     # Overcrowded; serialization failure; deadlock.
-    transient = frozenset({TOO_MANY_CONNECTIONS, "40001", "40P01"}) | CODES
+    transient = frozenset({TOO_MANY_CONNECTIONS, "40001", "40P01"})
     # A standby; a standby that was promoted; a server that shuts down.
     reopen = frozenset({"25006", "57P01", "57P02"})
 
@@ -203,19 +203,18 @@ class PostgresqlDialect(ServerDialect):
     def _plan(self, driver: Connection, tables: Tables, is_kept: bool) -> None:
         """Let the server plan now what is sent when many join at once, and keep that where the
         connection ``is_kept`` for it: whatever it has against a statement is told at the start."""
-        statements = statements_for(tables, self.now, self.sends_as).of_a_join
+        statements = statements_for(tables, self.now, self.sends_as)
         literal = _literals_for(driver)
-        texts = self.texts(statements, PLACEHOLDERS, literal)
         before: list[str] = []
-        made: dict[Any, Prepared] = {}
-        if is_kept and self._may_prepare:
-            for number, statement in enumerate(statements):
-                text, fixed = self._compiled(statement, literal)
-                made[statement] = Prepared.of(f"rdzv_{number}", text, fixed)
-            before = [ONE_PLAN_FOR_ALL, *(one.definition for one in made.values())]
-            texts = self.texts(statements, PLACEHOLDERS, literal, made)
+        # Who makes the tables opens twice.
+        if is_kept and self._may_prepare and not driver.prepared:
+            driver.prepared = {
+                statement: Prepared.of(*self._compiled(statement, literal))
+                for statement in statements.with_one_plan
+            }
+            before = [PLAN_ONCE, *(one.definition for one in driver.prepared.values())]
+        texts = self._texts(driver, statements.of_a_join, PLACEHOLDERS)
         self.answers(driver, "; ".join((*before, *(f"EXPLAIN {text}" for text in texts))))
-        driver.prepared = made
 
     def _asks_rights(self, tables: Tables) -> sa.Select[Any]:
         """Asks for all rights that are needed, which costs less than to try them."""
@@ -290,7 +289,7 @@ class PostgresqlDialect(ServerDialect):
         return text
 
     def _texts(
-        self, driver: Connection, statements: Sequence[sa.Executable], values: dict[str, Any]
+        self, driver: Connection, statements: Sequence[sa.Executable], values: Mapping[str, Any]
     ) -> list[str]:
         prepared = driver.prepared if self._may_prepare else NOTHING_PREPARED
         return self.texts(statements, values, _literals_for(driver), prepared)
@@ -300,7 +299,7 @@ class PostgresqlDialect(ServerDialect):
         anything was asked that may not be repeated."""
         answers: list[Answer] = []
         cursor = psycopg.ClientCursor(driver)
-        with unless_stale(driver), self._unless_not_prepared():
+        with unless_stale(driver), self._unless_not_prepared(driver):
             cursor.execute(message)
             while True:
                 # Not by its description, which makes an object for each column.
@@ -311,12 +310,15 @@ class PostgresqlDialect(ServerDialect):
                     return answers
 
     @contextmanager
-    def _unless_not_prepared(self) -> Iterator[None]:
+    def _unless_not_prepared(self, driver: Connection) -> Iterator[None]:
+        """Where the server does not have prepared what this side takes to be, nothing is any more,
+        and the connection is stale."""
         try:
             yield
         except psycopg.Error as error:
-            if error.sqlstate in CODES:
+            if driver.prepared and error.sqlstate in CODES:
                 self._may_prepare = False
+                raise StaleConnection(str(error)) from error
             raise
 
     def signal(self) -> ChangeSignal:

@@ -59,6 +59,7 @@ class Run:
         )
         self._lock = sa.select(runs.c.run_key).where(runs.c.run_key == self.key).with_for_update()
         self._arrivals = sa.select(runs.c.arrivals).where(runs.c.run_key == self.key)
+        self._is_kept = self._arrivals.where(runs.c.alive_until > dialect.now)
         self._overdue = sa.select(runs.c.run_key).where(runs.c.alive_until < dialect.now)
         self._overdue = self._overdue.order_by(runs.c.alive_until).limit(SWEEP_RUNS_MAX)
         self._still_overdue = (
@@ -84,21 +85,23 @@ class Run:
     def touch(self, connection: sa.Connection) -> None:
         """Keep the run's records, where that is due."""
         if self.is_touch_due:
-            if connection.execute(self._touch).rowcount == 0:
-                connection.execute(self._insert, {"new_revision": unique()})
-            self.touched()
+            self._touch_now(connection)
 
-    def keep(self, connection: sa.Connection, has_row: bool | None = None) -> None:
-        """:meth:`touch`, and where that is not due see that the run has a row at all, without
-        which nobody would ever sweep its records; ``has_row`` if that is known. Waits for nobody
-        who holds the row."""
-        if self.is_touch_due:
-            self.touch(connection)
-            return
-        if has_row is None:
-            has_row = connection.execute(self._arrivals).one_or_none() is not None
-        if not has_row:
+    def keep(self, connection: sa.Connection, is_kept: bool | None = None) -> None:
+        """The same, and also where the run has no row, without which nobody would ever sweep its
+        records, or its time is over by the database's clock; ``is_kept`` if it is known that
+        neither is so. Then it waits for nobody who holds the row."""
+        if not self.is_touch_due:
+            if is_kept is None:
+                is_kept = connection.execute(self._is_kept).one_or_none() is not None
+            if is_kept:
+                return
+        self._touch_now(connection)
+
+    def _touch_now(self, connection: sa.Connection) -> None:
+        if connection.execute(self._touch).rowcount == 0:
             connection.execute(self._insert, {"new_revision": unique()})
+        self.touched()
 
     @property
     def is_touch_due(self) -> bool:

@@ -51,17 +51,21 @@ class Statements:
     """The same without the roster's revision; no row without a document."""
     create: sa.Executable | None = None
     swap: sa.Executable | None = None
-    """Write the document and wake who waits for it. The row tells whether the run has one; there
-    is none where the write has lost. None where that takes more than a statement."""
+    """Write the document and wake who waits for it. The row tells whether the run's records are
+    kept; there is none where the write has lost. None where that takes more than a statement."""
 
     @property
     def of_a_join(self) -> tuple[sa.Executable, ...]:
         """What a node sends that joins a rendezvous."""
+        return (*self.with_one_plan, self.find)
+
+    @property
+    def with_one_plan(self) -> tuple[sa.Executable, ...]:
+        """Those of them for which one plan is good, however many rows there are."""
         return (
             *self.announce,
             *self.change,
             self.pulse_after_announcing,
-            self.find,
             self.look_at_state,
             *(write for write in (self.create, self.swap) if write is not None),
         )
@@ -259,9 +263,11 @@ def _writes(
 
     def told(write: Any) -> sa.Executable:
         written = write.returning(states.c.version).cte("written")
-        has_run = sa.exists(sa.select(runs.c.run_key).where(runs.c.run_key == run))
+        is_kept = sa.exists(
+            sa.select(runs.c.run_key).where(runs.c.run_key == run, runs.c.alive_until > now)
+        )
         notify = sa.cast(sa.func.pg_notify(sa.bindparam("state_topic"), ""), sa.Text)
-        return sa.select(has_run, notify).select_from(written)
+        return sa.select(is_kept, notify).select_from(written)
 
     return told(create.on_conflict_do_nothing()), told(swap)
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from rdzv.backends.sql import SqlBackend
+from rdzv.backends.sql import SqlBackend, SqlOptions
+from rdzv.backends.sql.listen import StaleConnection
 from rdzv.backends.sql.postgresql import PostgresqlDialect
 from rdzv.backends.sql.prepared import Prepared
 from rdzv.backends.sql.shortage import Limits
 from rdzv.conformance.store_kit import Background
+from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 
 from .operations import TTL_SECONDS
 from .sql_targets import administrator, asked, empty_server
 
-NODES = 6
+REFUSES = """
+CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN RAISE EXCEPTION 'not here' USING ERRCODE = '0A000'; END $$;
+CREATE TRIGGER refuse BEFORE INSERT ON rdzv_states FOR EACH ROW EXECUTE FUNCTION refuse()
+"""
 
 
 @pytest.fixture
@@ -57,15 +64,73 @@ def prepared_in(backend: SqlBackend) -> list[Any]:
     )
 
 
+def executed(messages: list[str]) -> set[str]:
+    """The names of the statements that were called by them, and not planned."""
+    calls = re.compile(r"(?:^|; )EXECUTE (\w+)")
+    return {name for message in messages for name in calls.findall(message)}
+
+
 def test_a_join_sends_names_and_values(postgresql: Any, opened: Any, messages: list[str]) -> None:
     backend = opened(SqlBackend(postgresql.endpoint(), "run"))
     backend.open()
-    assert prepared_in(backend) == [f"rdzv_{number}" for number in range(7)]
+    prepared = prepared_in(backend)
+    assert len(prepared) == 6
     messages.clear()
-    joins(backend)
-    assert len(messages) == 5
-    assert all("EXECUTE rdzv_" in message for message in messages)
-    assert not any("SELECT rdzv_" in message for message in messages)
+    _, token = joins(backend)
+    assert backend.set_state(b"second", token) is not None
+    assert executed(messages) == set(prepared)
+    # Only whether something is to be removed is asked in full.
+    in_full = [message for message in messages if "rdzv_roster" in message]
+    assert len(in_full) == 1
+    assert "INSERT" not in in_full[0]
+
+
+def test_what_is_prepared_reads_by_an_index_though_tables_were_empty(
+    postgresql: Any, opened: Any, messages: list[str]
+) -> None:
+    opened(SqlBackend(postgresql.endpoint(), "run")).open()
+    engine = sa.create_engine(postgresql.endpoint(), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql("VACUUM ANALYZE")
+    engine.dispose()
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    messages.clear()
+    backend.open()
+    [planning] = [message for message in messages if "PREPARE" in message]
+    calls = re.findall(r"EXPLAIN (EXECUTE [^;]*)", planning)
+    assert len(calls) == 6
+
+    def plans(connection: sa.Connection) -> str:
+        return "\n".join(
+            line for call in calls for line in connection.scalars(sa.text(f"EXPLAIN {call}"))
+        )
+
+    found = backend.database.read(plans)
+    assert "Index" in found
+    assert "Seq Scan" not in found
+
+
+def test_who_finds_no_version_prepares_once(postgresql: Any, opened: Any) -> None:
+    opened(SqlBackend(postgresql.endpoint(), "run")).open()
+    with administrator(postgresql) as connection:
+        connection.exec_driver_sql("DELETE FROM rdzv_schema")
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    backend.open()
+    assert len(prepared_in(backend)) == 6
+    assert backend.database.failed_count == 0
+
+
+def test_what_the_server_cannot_do_at_all_is_said_after_one_repeat(
+    postgresql: Any, opened: Any, messages: list[str]
+) -> None:
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    backend.open()
+    with administrator(postgresql) as connection:
+        connection.exec_driver_sql(REFUSES)
+    messages.clear()
+    with pytest.raises(RendezvousConnectionError, match="not here"):
+        backend.set_state(b"first")
+    assert len(messages) == 2
 
 
 def test_what_the_server_has_forgotten_is_said_in_full(
@@ -110,19 +175,36 @@ def test_behind_a_pooler_that_nobody_has_noticed_all_goes_on(
         return of(driver, (driver.pgconn.backend_pid, *row[1:]))
 
     monkeypatch.setattr(Limits, "of", as_if_direct)
-    backends = [opened(SqlBackend(pooler.endpoint(), "unnoticed")) for _ in range(NODES)]
+    refused: list[str] = []
+    answers = PostgresqlDialect.answers
+
+    def noted(dialect: PostgresqlDialect, driver: Any, message: str) -> Any:
+        try:
+            return answers(dialect, driver, message)
+        except StaleConnection as error:
+            refused.append(str(error))
+            raise
+
+    monkeypatch.setattr(PostgresqlDialect, "answers", noted)
+    # What is prepared under a name must be the same on every connection of the pooler's.
+    backends = [
+        opened(SqlBackend(pooler.endpoint(), "run", SqlOptions(table_prefix=f"rdzv_{letter}_")))
+        for letter in "abab"
+    ]
     backends[0].open()
     assert any("PREPARE" in message for message in messages)
     with administrator(pooler) as connection:
         # It has the connection of the pooler's that was used last, and keeps it.
         connection.execute(sa.text("SELECT 1"))
+        backends[1].open()
         joins(backends[0], "node0")
     for number, backend in enumerate(backends):
-        # Another one has prepared what this one is to prepare.
         backend.open()
         joins(backend, f"node{number}")
-    nodes = [row.entry.node_id for row in backends[0].entries()]
-    assert nodes == [f"node{number}" for number in range(NODES)]
+    for first, backend in enumerate(backends[:2]):
+        found = [row.entry.node_id for row in backend.entries()]
+        assert found == [f"node{number}" for number in (first, first + 2)]
+    assert {text.rpartition(" ")[2] for text in refused} == {"exist", "exists"}
 
 
 def test_a_first_document_waits_for_no_crowd(postgresql: Any, opened: Any) -> None:
@@ -142,6 +224,21 @@ def test_a_first_document_waits_for_no_crowd(postgresql: Any, opened: Any) -> No
 
 
 @pytest.mark.parametrize("technology", ["postgresql", "mysql"])
+def test_a_first_document_of_an_overdue_run_stays(
+    request: pytest.FixtureRequest, technology: str, opened: Any
+) -> None:
+    """The server's clock was set, or has an older state again."""
+    server = empty_server(request, technology)
+    backend = opened(SqlBackend(server.endpoint(), "run"))
+    backend.announce(Entry("node", b""), TTL_SECONDS, Question())
+    with administrator(server) as connection:
+        connection.execute(sa.text("UPDATE rdzv_runs SET alive_until = 1"))
+    written = backend.set_state(b"first")
+    assert written is not None
+    assert backend.get_state() == written[:2]
+
+
+@pytest.mark.parametrize("technology", ["postgresql", "mysql"])
 def test_a_document_has_a_run_even_where_that_was_lost(
     request: pytest.FixtureRequest, technology: str, opened: Any
 ) -> None:
@@ -157,7 +254,9 @@ def test_a_document_has_a_run_even_where_that_was_lost(
 
 def test_the_same_value_twice_is_one_parameter() -> None:
     text = "SELECT %(one)s::VARCHAR, %(fixed)s, %(two)s WHERE a = %(one)s::VARCHAR"
-    prepared = Prepared.of("name", text, {"fixed": "5"})
+    prepared = Prepared.of(text, {"fixed": "5"})
     body = "SELECT $1::VARCHAR, 5, $2 WHERE a = $1::VARCHAR"
-    assert prepared.definition == f"PREPARE name AS {body}"
-    assert prepared.call({"two": "2", "one": "'x'", "three": "3"}) == "EXECUTE name('x', 2)"
+    assert prepared.definition == f"PREPARE {prepared.name} AS {body}"
+    literals = {"two": "2", "one": "'x'", "three": "3"}
+    assert prepared.call(literals) == f"EXECUTE {prepared.name}('x', 2)"
+    assert Prepared.of(text, {"fixed": "6"}).name != prepared.name
