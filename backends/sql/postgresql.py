@@ -214,7 +214,15 @@ class PostgresqlDialect(ServerDialect):
             }
             before = [PLAN_ONCE, *(one.definition for one in driver.prepared.values())]
         texts = self._texts(driver, statements.of_a_join, PLACEHOLDERS)
-        self.answers(driver, "; ".join((*before, *(f"EXPLAIN {text}" for text in texts))))
+        try:
+            self.answers(driver, "; ".join((*before, *(f"EXPLAIN {text}" for text in texts))))
+        except psycopg.Error as error:
+            if not before or error.sqlstate is None:
+                raise
+            # A server that merely speaks like PostgreSQL may know no such thing. What it has
+            # against the statements themselves it will say once more.
+            self._may_prepare = False
+            raise StaleConnection(str(error)) from error
 
     def _asks_rights(self, tables: Tables) -> sa.Select[Any]:
         """Asks for all rights that are needed, which costs less than to try them."""

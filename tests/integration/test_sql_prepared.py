@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+import rdzv.backends.sql.postgresql
 from rdzv.backends.sql import SqlBackend, SqlOptions
 from rdzv.backends.sql.listen import StaleConnection
 from rdzv.backends.sql.postgresql import PostgresqlDialect
@@ -145,6 +146,18 @@ def test_what_the_server_has_forgotten_is_said_in_full(
     assert joins(backend, "third")[0] == b"first"
     assert not any("EXECUTE" in message for message in messages)
     assert [row.entry.node_id for row in backend.entries()] == ["first", "second", "third"]
+
+
+def test_a_server_that_prepares_nothing_is_told_in_full(
+    postgresql: Any, opened: Any, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rdzv.backends.sql.postgresql, "PLAN_ONCE", "SET no_such_thing = on")
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    backend.open()
+    messages.clear()
+    joins(backend)
+    assert len(messages) == 5
+    assert not executed(messages)
 
 
 def test_a_table_that_was_altered_is_read_as_it_is(postgresql: Any, opened: Any) -> None:
