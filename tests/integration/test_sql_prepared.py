@@ -236,32 +236,25 @@ def test_a_first_document_waits_for_no_crowd(postgresql: Any, opened: Any) -> No
     assert arriving.result().live == 3
 
 
+LOSSES = {"lost": "DELETE FROM rdzv_runs", "overdue": "UPDATE rdzv_runs SET alive_until = 1"}
+"""What an administrator does, or an older state of the server's or another time of its clock."""
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("technology", ["postgresql", "mysql"])
-def test_a_first_document_of_an_overdue_run_stays(
-    request: pytest.FixtureRequest, technology: str, opened: Any
+def test_a_first_document_has_a_run_and_stays(
+    request: pytest.FixtureRequest, technology: str, loss: str, opened: Any
 ) -> None:
-    """The server's clock was set, or has an older state again."""
+    """Nobody would sweep the records of a run without a row, and its own writer those of one
+    whose time is over."""
     server = empty_server(request, technology)
     backend = opened(SqlBackend(server.endpoint(), "run"))
     backend.announce(Entry("node", b""), TTL_SECONDS, Question())
     with administrator(server) as connection:
-        connection.execute(sa.text("UPDATE rdzv_runs SET alive_until = 1"))
+        connection.execute(sa.text(loss))
     written = backend.set_state(b"first")
     assert written is not None
     assert backend.get_state() == written[:2]
-
-
-@pytest.mark.parametrize("technology", ["postgresql", "mysql"])
-def test_a_document_has_a_run_even_where_that_was_lost(
-    request: pytest.FixtureRequest, technology: str, opened: Any
-) -> None:
-    """Nobody would sweep the records of a run without a row."""
-    server = empty_server(request, technology)
-    backend = opened(SqlBackend(server.endpoint(), "run"))
-    backend.announce(Entry("node", b""), TTL_SECONDS, Question())
-    with administrator(server) as connection:
-        connection.execute(sa.text("DELETE FROM rdzv_runs"))
-    assert backend.set_state(b"first") is not None
     assert asked(server, "SELECT count(*) FROM rdzv_runs") == 1
 
 
