@@ -24,7 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 import rdzv
 from rdzv.errors import RendezvousError, RendezvousSettingsError, RendezvousStateError, mask_secrets
-from rdzv.ports import Closable, Entry, Listed, Located, Question, Roster, Token, Watch
+from rdzv.ports import (
+    Closable,
+    Entry,
+    GetsReady,
+    Listed,
+    Located,
+    Question,
+    Roster,
+    Token,
+    Watch,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -198,7 +208,13 @@ def _check(options: argparse.Namespace) -> int:
     )
     check = _Check()
     opened: list[Any] = []
-    check.step("open", lambda: opened.extend(open_backend(params)))
+
+    def open_as_a_node() -> None:
+        opened.extend(open_backend(params))
+        if isinstance(opened[0], GetsReady):
+            opened[0].get_ready()
+
+    check.step("open", open_as_a_node)
     if not opened:
         _print_check(check, mask_secrets(options.endpoint), options)
         return 1

@@ -143,6 +143,15 @@ class FirstLook(ABC):
         """What ``get_state()`` returns, for a caller that will wait for changes of it next."""
 
 
+class GetsReady(ABC):
+    """A backend that can do before a join what would take time in it."""
+
+    @abstractmethod
+    def get_ready(self) -> None:
+        """For a caller that will join soon: who merely looks, or has a store, needs none of it.
+        Raises what opening raises."""
+
+
 class Located(ABC):
     """Where the backend is."""
 

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 import rdzv
 from rdzv.errors import RendezvousError, RendezvousSettingsError
-from rdzv.ports import Closable
+from rdzv.ports import Closable, GetsReady
 from rdzv.settings import Settings, resolve_endpoint
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def create(params: RendezvousParameters, name: str | None = None) -> RendezvousH
     params = _resolved(params)
     backend, store = _open(params, name or params.backend)
     try:
+        if isinstance(backend, GetsReady):
+            backend.get_ready()
         handler = create_handler(store, backend, params)
         if isinstance(store, Closable):
             handler.adopt(store)

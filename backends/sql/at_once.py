@@ -125,8 +125,11 @@ class AtOnce:
     ) -> tuple[Sequence[Any], Callable[[object], None]]:
         """The same, and what :meth:`Database.listen` returns."""
         statement, values = self._statements.look_at_state, {**values, "run": self._run.key}
-        found, know = self._database.look_and_listen(statement, values, topics)
-        return _row(found), know
+        look = Look(statement, values)
+        know = self._database.listen(topics, look)
+        if look.answer is None:
+            [look.answer] = self._database.send([], [statement], values)
+        return _row(look.answer), know
 
 
 def _row(found: Answer) -> Sequence[Any]:

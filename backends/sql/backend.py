@@ -38,6 +38,7 @@ from rdzv.ports import (
     Closable,
     Entry,
     FirstLook,
+    GetsReady,
     Listed,
     Located,
     Pulse,
@@ -48,7 +49,7 @@ from rdzv.ports import (
 )
 
 
-class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable):
+class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, GetsReady, Located, Closable):
     """The records of one run in a database.
 
     ``endpoint`` is an SQLAlchemy URL or the path of an SQLite file; for the names ``postgresql``
@@ -108,6 +109,9 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, Located, Closable)
         method raises.
         """
         self._database.open()
+
+    def get_ready(self) -> None:
+        self._database.open(joins=True)
 
     def close(self) -> None:
         self._database.close()

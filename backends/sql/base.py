@@ -219,6 +219,10 @@ class Dialect(ABC):
         :meth:`explain` makes of the driver's error.
         """
 
+    def get_ready(self, tables: Tables, pool: Pool, deadline: float) -> None:
+        """Do what would take time in a join, after :meth:`prepare`; raises the same."""
+        return
+
     @abstractmethod
     def engine(self) -> sa.Engine:
         """A new engine, without a pool, for what :meth:`prepare` has prepared."""

@@ -112,15 +112,22 @@ class Database:
         """What the user would recognise, with secrets masked."""
         return self.dialect.endpoint
 
-    def open(self) -> None:
-        """Connect and make the tables where they are missing.
+    def open(self, *, joins: bool = False) -> None:
+        """Connect and make the tables where they are missing; who ``joins`` a rendezvous next has
+        that made ready too.
 
         Raises also ``RendezvousSettingsError``, for what no later try will mend.
         """
         deadline = time.monotonic() + self.dialect.open_seconds
-        with self._call(is_first=True):
-            pool = self._repeat(lambda: self._ready_pool(deadline), deadline)
+
+        def attempt() -> None:
+            pool = self._ready_pool(deadline)
+            if joins:
+                self.dialect.get_ready(self.tables, pool, deadline)
             pool.keep(self.dialect.opened_seconds)
+
+        with self._call(is_first=True):
+            self._repeat(attempt, deadline)
 
     def read(self, work: Work[T]) -> T:
         """What ``work`` returns; each of its statements sees the database at one moment."""
@@ -187,23 +194,9 @@ class Database:
         with self._call() as deadline:
             return self._repeat(attempt, deadline)
 
-    def listen(self, topics: Sequence[str]) -> Callable[[object], None]:
-        """Be told from now on. To be called with what is found afterwards, as :meth:`wait` has it
-        of ``seen``."""
-        return self._listen(topics)
-
-    def look_and_listen(
-        self, statement: sa.Executable, values: dict[str, Any], topics: Sequence[str]
-    ) -> tuple[Answer, Callable[[object], None]]:
-        """What :meth:`send` would read, and what :meth:`listen` returns, in one message where that
-        works."""
-        look = Look(statement, values)
-        know = self._listen(topics, look)
-        if look.answer is None:
-            [look.answer] = self.send([], [statement], values)
-        return look.answer, know
-
-    def _listen(self, topics: Sequence[str], look: Look | None = None) -> Callable[[object], None]:
+    def listen(self, topics: Sequence[str], look: Look | None = None) -> Callable[[object], None]:
+        """Be told from now on; a ``look`` goes along where that works, and else is left as it is.
+        To be called with what is found afterwards, as :meth:`wait` has it of ``seen``."""
         mark, now = self._mark(topics, look), time.monotonic()
 
         def know(seen: object) -> None:

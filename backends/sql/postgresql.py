@@ -30,6 +30,7 @@ from rdzv.backends.sql.base import Answer, ChangeSignal, Look, Pace
 from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
 from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
+from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.prepared import CODES, NOTHING_PREPARED, PLAN_ONCE, Prepared
 from rdzv.backends.sql.schema import Tables
 from rdzv.backends.sql.server import (
@@ -189,7 +190,6 @@ class PostgresqlDialect(ServerDialect):
             answers = self.answers(driver, message)
             limits = self._note_limits(driver, answers[-2].rows[0])
             is_crowded = limits.is_direct and limits.are_short(driver, answers[-1].rows[0][1])
-            self._plan(driver, tables, limits.is_direct and not is_crowded)
         except psycopg.Error:
             # It is of no more use, as :meth:`Connection.wait` has it.
             connection.invalidate()
@@ -200,13 +200,29 @@ class PostgresqlDialect(ServerDialect):
             super()._try_all(connection, tables, seconds)
         return answers[0].rows[0][0]
 
+    def get_ready(self, tables: Tables, pool: Pool, deadline: float) -> None:
+        with pool.connection(deadline) as connection, self._telling_of_rights():
+            self.begin(connection, False, deadline - time.monotonic())
+            driver: Any = connection.connection.driver_connection
+
+            def look() -> None:
+                try:
+                    is_direct = self.limits_by(driver).is_direct
+                    self._plan(driver, tables, is_direct and self.opened_seconds > 0)
+                except psycopg.Error:
+                    # It is of no more use, as :meth:`Connection.wait` has it.
+                    connection.invalidate()
+                    raise
+
+            self._refuse(self._missing(connection, tables, look))
+
     def _plan(self, driver: Connection, tables: Tables, is_kept: bool) -> None:
         """Let the server plan now what is sent when many join at once, and keep that where the
         connection ``is_kept`` for it: whatever it has against a statement is told at the start."""
         statements = statements_for(tables, self.now, self.sends_as)
         literal = _literals_for(driver)
         before: list[str] = []
-        # Who makes the tables opens twice.
+        # Who is ready may get ready again.
         if is_kept and self._may_prepare and not driver.prepared:
             driver.prepared = {
                 statement: Prepared.of(*self._compiled(statement, literal))

@@ -14,7 +14,7 @@ import math
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -171,31 +171,48 @@ class ServerDialect(Dialect):
     def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
         with pool.connection(deadline) as connection:
             self.begin(connection, False, deadline - time.monotonic())
-            try:
+            with self._telling_of_rights():
                 if self._lacks(connection, tables, deadline) is None:
                     return
                 self._make(connection, tables, deadline)
-                missing = self._lacks(connection, tables, deadline)
-                if missing is not None:
-                    raise RendezvousSettingsError(
-                        f"{self.endpoint}: {missing}. The tables with table_prefix="
-                        f"{self._options.table_prefix} are not as this release of rdzv has made "
-                        "them: choose another prefix or database, or have them removed"
-                    )
-            except (sa.exc.DBAPIError, self.driver_error) as error:
-                if self.code(error) in self.missing_right:
-                    raise RendezvousSettingsError(
-                        f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
-                    ) from error
-                raise
+                self._refuse(self._lacks(connection, tables, deadline))
+
+    @contextlib.contextmanager
+    def _telling_of_rights(self) -> Iterator[None]:
+        try:
+            yield
+        except (sa.exc.DBAPIError, self.driver_error) as error:
+            if self.code(error) in self.missing_right:
+                raise RendezvousSettingsError(
+                    f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
+                ) from error
+            raise
+
+    def _refuse(self, missing: str | None) -> None:
+        if missing is not None:
+            raise RendezvousSettingsError(
+                f"{self.endpoint}: {missing}. The tables with table_prefix="
+                f"{self._options.table_prefix} are not as this release of rdzv has made "
+                "them: choose another prefix or database, or have them removed"
+            )
 
     def _lacks(self, connection: sa.Connection, tables: Tables, deadline: float) -> str | None:
         """What of the tables is not there; None where they are. Raises the driver's error where
         they may not be used, ``RendezvousStateError`` where they are of another release."""
-        try:
+
+        def look() -> str | None:
             version = self._try_all(connection, tables, max(deadline - time.monotonic(), 1.0))
             is_known = tables.is_known(version, self.endpoint)
             return None if is_known else f"no version in {tables.schema.name}"
+
+        return self._missing(connection, tables, look)
+
+    def _missing(
+        self, connection: sa.Connection, tables: Tables, look: Callable[[], str | None]
+    ) -> str | None:
+        """What ``look`` finds to be missing, or the server's words when they are of that."""
+        try:
+            return look()
         except (sa.exc.DBAPIError, self.driver_error) as error:
             code = self.code(error)
             was_answered = code is not None and not self.is_transient(error)

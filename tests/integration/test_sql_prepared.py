@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import rdzv.backends.sql.postgresql
 from rdzv.backends.sql import SqlBackend, SqlOptions
@@ -17,6 +18,8 @@ from rdzv.backends.sql.shortage import Limits
 from rdzv.conformance.store_kit import Background
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
+from rdzv.registry import create, open_backend
+from rdzv.stores.sql import SqlStore
 
 from .operations import TTL_SECONDS
 from .sql_targets import administrator, asked, empty_server
@@ -73,7 +76,7 @@ def executed(messages: list[str]) -> set[str]:
 
 def test_a_join_sends_names_and_values(postgresql: Any, opened: Any, messages: list[str]) -> None:
     backend = opened(SqlBackend(postgresql.endpoint(), "run"))
-    backend.open()
+    backend.get_ready()
     prepared = prepared_in(backend)
     assert len(prepared) == 6
     messages.clear()
@@ -86,17 +89,31 @@ def test_a_join_sends_names_and_values(postgresql: Any, opened: Any, messages: l
     assert "INSERT" not in in_full[0]
 
 
+def test_only_who_will_join_has_anything_prepared(
+    postgresql: Any, opened: Any, messages: list[str]
+) -> None:
+    """A crowd of fresh processes that have a store, or look, would keep the server busy for it."""
+    endpoint = postgresql.endpoint()
+    params = RendezvousParameters("postgresql", endpoint, "run", 1, 1, local_addr="127.0.0.1")
+    opened.extend(open_backend(params))
+    opened(SqlStore(endpoint, "run"))
+    assert not any("EXPLAIN" in message for message in messages)
+    handler = create(params)
+    assert sum("PREPARE" in message for message in messages) == 1
+    assert handler.shutdown()
+
+
 def test_what_is_prepared_reads_by_an_index_though_tables_were_empty(
     postgresql: Any, opened: Any, messages: list[str]
 ) -> None:
-    opened(SqlBackend(postgresql.endpoint(), "run")).open()
+    opened(SqlBackend(postgresql.endpoint(), "run")).get_ready()
     engine = sa.create_engine(postgresql.endpoint(), isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         connection.exec_driver_sql("VACUUM ANALYZE")
     engine.dispose()
     backend = opened(SqlBackend(postgresql.endpoint(), "run"))
     messages.clear()
-    backend.open()
+    backend.get_ready()
     [planning] = [message for message in messages if "PREPARE" in message]
     calls = re.findall(r"EXPLAIN (EXECUTE [^;]*)", planning)
     assert len(calls) == 6
@@ -112,11 +129,11 @@ def test_what_is_prepared_reads_by_an_index_though_tables_were_empty(
 
 
 def test_who_finds_no_version_prepares_once(postgresql: Any, opened: Any) -> None:
-    opened(SqlBackend(postgresql.endpoint(), "run")).open()
+    opened(SqlBackend(postgresql.endpoint(), "run")).get_ready()
     with administrator(postgresql) as connection:
         connection.exec_driver_sql("DELETE FROM rdzv_schema")
     backend = opened(SqlBackend(postgresql.endpoint(), "run"))
-    backend.open()
+    backend.get_ready()
     assert len(prepared_in(backend)) == 6
     assert backend.database.failed_count == 0
 
@@ -125,7 +142,7 @@ def test_what_the_server_cannot_do_at_all_is_said_after_one_repeat(
     postgresql: Any, opened: Any, messages: list[str]
 ) -> None:
     backend = opened(SqlBackend(postgresql.endpoint(), "run"))
-    backend.open()
+    backend.get_ready()
     with administrator(postgresql) as connection:
         connection.exec_driver_sql(REFUSES)
     messages.clear()
@@ -138,7 +155,7 @@ def test_what_the_server_has_forgotten_is_said_in_full(
     postgresql: Any, opened: Any, messages: list[str]
 ) -> None:
     backend = opened(SqlBackend(postgresql.endpoint(), "run"))
-    backend.open()
+    backend.get_ready()
     joins(backend, "first")
     backend.database.read(lambda connection: connection.exec_driver_sql("DEALLOCATE ALL"))
     backend.announce(Entry("second", b""), TTL_SECONDS, Question())
@@ -153,7 +170,7 @@ def test_a_server_that_prepares_nothing_is_told_in_full(
 ) -> None:
     monkeypatch.setattr(rdzv.backends.sql.postgresql, "PLAN_ONCE", "SET no_such_thing = on")
     backend = opened(SqlBackend(postgresql.endpoint(), "run"))
-    backend.open()
+    backend.get_ready()
     messages.clear()
     joins(backend)
     assert len(messages) == 5
@@ -162,7 +179,7 @@ def test_a_server_that_prepares_nothing_is_told_in_full(
 
 def test_a_table_that_was_altered_is_read_as_it_is(postgresql: Any, opened: Any) -> None:
     backend = opened(SqlBackend(postgresql.endpoint(), "run"))
-    backend.open()
+    backend.get_ready()
     found = joins(backend)
     with administrator(postgresql) as connection:
         connection.exec_driver_sql("ALTER TABLE rdzv_states ALTER write_id TYPE varchar(64)")
@@ -174,7 +191,7 @@ def test_a_pooler_is_told_by_what_it_promises(
     pooler: Any, opened: Any, messages: list[str]
 ) -> None:
     backend = opened(SqlBackend(pooler.endpoint(), "poolers"))
-    backend.open()
+    backend.get_ready()
     joins(backend)
     assert not any("PREPARE" in message or "EXECUTE" in message for message in messages)
 
@@ -204,15 +221,15 @@ def test_behind_a_pooler_that_nobody_has_noticed_all_goes_on(
         opened(SqlBackend(pooler.endpoint(), "run", SqlOptions(table_prefix=f"rdzv_{letter}_")))
         for letter in "abab"
     ]
-    backends[0].open()
+    backends[0].get_ready()
     assert any("PREPARE" in message for message in messages)
     with administrator(pooler) as connection:
         # It has the connection of the pooler's that was used last, and keeps it.
         connection.execute(sa.text("SELECT 1"))
-        backends[1].open()
+        backends[1].get_ready()
         joins(backends[0], "node0")
     for number, backend in enumerate(backends):
-        backend.open()
+        backend.get_ready()
         joins(backend, f"node{number}")
     for first, backend in enumerate(backends[:2]):
         found = [row.entry.node_id for row in backend.entries()]

@@ -167,7 +167,7 @@ def test_tables_that_somebody_has_changed_are_told_at_the_start(server: Any, ope
     with administrator(server) as connection:
         connection.exec_driver_sql("ALTER TABLE rdzv_roster DROP COLUMN data")
     with pytest.raises(RendezvousSettingsError, match=r"data.*not as this release"):
-        opened(backend_on(server)).open()
+        opened(backend_on(server)).get_ready()
 
 
 def test_a_server_that_takes_no_writes_is_told_at_the_start(postgresql: Any, opened: Any) -> None:
