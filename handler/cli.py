@@ -210,9 +210,14 @@ def _check(options: argparse.Namespace) -> int:
     opened: list[Any] = []
 
     def open_as_a_node() -> None:
-        opened.extend(open_backend(params))
-        if isinstance(opened[0], GetsReady):
-            opened[0].get_ready()
+        backend, store = open_backend(params)
+        try:
+            if isinstance(backend, GetsReady):
+                backend.get_ready()
+        except BaseException:
+            _close(backend, store)
+            raise
+        opened.extend((backend, store))
 
     check.step("open", open_as_a_node)
     if not opened:

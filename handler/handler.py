@@ -51,7 +51,7 @@ from rdzv.errors import (
 )
 from rdzv.keepalive import KeepAlive
 from rdzv.machine import Rules
-from rdzv.ports import Closable, Located
+from rdzv.ports import Closable, GetsReady, Located
 from rdzv.protocol import close, finish
 from rdzv.round_store import RoundStore
 from rdzv.settings import Settings
@@ -78,9 +78,13 @@ def create_handler(
 ) -> DynamicRendezvousHandler:
     """A handler on any torch store and any torch rendezvous backend; torch's own signature.
 
-    Raises ``RendezvousSettingsError`` (a ``ValueError``) for options that cannot work.
+    Raises ``RendezvousSettingsError`` (a ``ValueError``) for options that cannot work, and what a
+    backend raises that gets ready (:class:`rdzv.ports.GetsReady`).
     """
-    return DynamicRendezvousHandler(store, backend, Settings.from_parameters(params))
+    settings = Settings.from_parameters(params)
+    if isinstance(backend, GetsReady):
+        backend.get_ready()
+    return DynamicRendezvousHandler(store, backend, settings)
 
 
 class DynamicRendezvousHandler(RendezvousHandler):

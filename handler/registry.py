@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 import rdzv
 from rdzv.errors import RendezvousError, RendezvousSettingsError
-from rdzv.ports import Closable, GetsReady
+from rdzv.ports import Closable
 from rdzv.settings import Settings, resolve_endpoint
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def create(params: RendezvousParameters, name: str | None = None) -> RendezvousH
     """The handler for ``params``, on the backend called ``name`` (default: ``params.backend``).
 
     Raises ``RendezvousSettingsError`` for what cannot work as given, and what the backend's
-    factory raises.
+    factory raises, or the backend where it gets ready (:class:`rdzv.ports.GetsReady`).
     """
     from rdzv.handler import create_handler
 
@@ -105,8 +105,6 @@ def create(params: RendezvousParameters, name: str | None = None) -> RendezvousH
     params = _resolved(params)
     backend, store = _open(params, name or params.backend)
     try:
-        if isinstance(backend, GetsReady):
-            backend.get_ready()
         handler = create_handler(store, backend, params)
         if isinstance(store, Closable):
             handler.adopt(store)

@@ -111,6 +111,7 @@ class SqlBackend(RendezvousBackend, Roster, Watch, FirstLook, GetsReady, Located
         self._database.open()
 
     def get_ready(self) -> None:
+        """The same for a node; what a join needs is then asked of the server too."""
         self._database.open(joins=True)
 
     def close(self) -> None:

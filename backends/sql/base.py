@@ -196,7 +196,7 @@ class Dialect(ABC):
     idle_seconds: float | None = None
     """After so long an unused connection is closed; None for never."""
     opened_seconds: float = 0.0
-    """So long an unused connection is kept that :meth:`Database.open` has made; known after
+    """So long who will join keeps a connection that is not used yet; known after
     :meth:`prepare`."""
     can_skip_locked: bool = False
     """Whether a statement can pass by rows that others have locked."""
@@ -211,17 +211,14 @@ class Dialect(ABC):
     value_bytes_max: int = 64 * 1024 * 1024
 
     @abstractmethod
-    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
+    def prepare(self, tables: Tables, pool: Pool, deadline: float, joins: bool) -> None:
         """Make sure that the tables are there and may be used as they must be; safe while many
-        processes do it at once. The pool is that of :meth:`engine`.
+        processes do it at once. For who ``joins``, also what would take time in a join. The pool
+        is that of :meth:`engine`.
 
         Raises ``RendezvousSettingsError`` for what will never work at this address, and else what
         :meth:`explain` makes of the driver's error.
         """
-
-    def get_ready(self, tables: Tables, pool: Pool, deadline: float) -> None:
-        """Do what would take time in a join, after :meth:`prepare`; raises the same."""
-        return
 
     @abstractmethod
     def engine(self) -> sa.Engine:

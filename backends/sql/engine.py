@@ -99,6 +99,7 @@ class Database:
         self._timeout_seconds = min(timeout_seconds, dialect.request_seconds)
         self._signal: ChangeSignal = dialect.signal()
         self._pool: Pool | None = None
+        self._joins = False
         self._patience = Patience()
         self._knowledge = NO_KNOWLEDGE
         self._closed_count = 0
@@ -113,18 +114,17 @@ class Database:
         return self.dialect.endpoint
 
     def open(self, *, joins: bool = False) -> None:
-        """Connect and make the tables where they are missing; who ``joins`` a rendezvous next has
-        that made ready too.
+        """Connect and make the tables where they are missing; for who ``joins`` a rendezvous next,
+        now and whenever all is opened anew, also what would take time in that.
 
         Raises also ``RendezvousSettingsError``, for what no later try will mend.
         """
         deadline = time.monotonic() + self.dialect.open_seconds
 
         def attempt() -> None:
-            pool = self._ready_pool(deadline)
+            pool = self._ready_pool(deadline, joins)
             if joins:
-                self.dialect.get_ready(self.tables, pool, deadline)
-            pool.keep(self.dialect.opened_seconds)
+                pool.keep(self.dialect.opened_seconds)
 
         with self._call(is_first=True):
             self._repeat(attempt, deadline)
@@ -351,26 +351,29 @@ class Database:
             return result
         raise lost
 
-    def _ready_pool(self, deadline: float) -> Pool:
+    def _ready_pool(self, deadline: float, joins: bool = False) -> Pool:
         if self._beside is not None:
-            return self._beside._ready_pool(deadline)
+            return self._beside._ready_pool(deadline, joins)
         if self.dialect.is_replaced():
             self._forget(was_told=True)
             raise RendezvousConnectionError(
                 f"{self.endpoint} was removed or replaced; the next call opens it anew"
             )
         pool = self._pool
-        if pool is not None:
+        if pool is not None and (self._joins or not joins):
             return pool
         if not self._opening.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise RendezvousConnectionError(f"{self.endpoint} could not be opened in time")
         try:
             # Another thread may close at any moment.
-            pool = self._pool
-            if pool is None:
-                dialect = self.dialect
-                pool = Pool(dialect.engine(), dialect.connections_max, dialect.idle_seconds)
-                dialect.prepare(self.tables, pool, deadline)
+            known, dialect = self._pool, self.dialect
+            joins = joins or self._joins
+            if known is not None and joins == self._joins:
+                return known
+            pool = known or Pool(dialect.engine(), dialect.connections_max, dialect.idle_seconds)
+            dialect.prepare(self.tables, pool, deadline, joins)
+            self._joins = joins
+            if known is None:
                 self._pool = pool
             return pool
         finally:

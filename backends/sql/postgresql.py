@@ -30,7 +30,6 @@ from rdzv.backends.sql.base import Answer, ChangeSignal, Look, Pace
 from rdzv.backends.sql.listen import Listener, StaleConnection, unless_stale
 from rdzv.backends.sql.names import addresses
 from rdzv.backends.sql.options import SqlOptions
-from rdzv.backends.sql.pool import Pool
 from rdzv.backends.sql.prepared import CODES, NOTHING_PREPARED, PLAN_ONCE, Prepared
 from rdzv.backends.sql.schema import Tables
 from rdzv.backends.sql.server import (
@@ -51,7 +50,7 @@ ASK_SECONDS_MIN = 1.0
 """A question has so long, even where the call's time was spent on hosts that are silent: else no
 call would ever reach the one behind them."""
 OPENED_SECONDS = 5.0
-"""Who opens will join, but its agent may have to get ready for that."""
+"""Who will join may have to wait for its agent to be ready for that."""
 LIMITS_SECONDS = 60.0
 """For so long limits of connections are taken to be what they were."""
 UNFLUSHED = "SET LOCAL synchronous_commit = off"
@@ -125,7 +124,8 @@ class PostgresqlDialect(ServerDialect):
         TOO_MANY_CONNECTIONS: OVERCROWDED,
         "25006": READ_ONLY,
     }
-    missing_table = frozenset({"42P01", "42703", "3F000"})
+    missing_table = frozenset({"42P01", "3F000"})
+    missing_column = "42703"
     missing_right = frozenset({"42501"})
     # Overcrowded; serialization failure; deadlock.
     transient = frozenset({TOO_MANY_CONNECTIONS, "40001", "40P01"})
@@ -179,42 +179,30 @@ class PostgresqlDialect(ServerDialect):
     def is_transient(self, error: BaseException) -> bool:
         return super().is_transient(error) or isinstance(error, StaleConnection)
 
-    def _try_all(self, connection: sa.Connection, tables: Tables, seconds: float) -> Any:
+    def _try_all(
+        self, connection: sa.Connection, tables: Tables, seconds: float, joins: bool
+    ) -> Any:
         self.begin(connection, False, seconds)
         driver: Any = connection.connection.driver_connection
         literal = _literals_for(driver)
         # The last one of these is carried out, which a server that takes no writes refuses.
         asked = [tables.newest_version, self._asks_rights(tables), without_effect(tables)[-1]]
-        message = "; ".join((*self.texts(asked, {}, literal), LIMITS, COUNT))
+        texts = [*self.texts(asked, {}, literal), LIMITS, *([COUNT] if joins else [])]
         try:
-            answers = self.answers(driver, message)
-            limits = self._note_limits(driver, answers[-2].rows[0])
-            is_crowded = limits.is_direct and limits.are_short(driver, answers[-1].rows[0][1])
+            answers = self.answers(driver, "; ".join(texts))
+            limits = self._note_limits(driver, answers[len(asked)].rows[0])
+            if joins:
+                is_crowded = limits.is_direct and limits.are_short(driver, answers[-1].rows[0][1])
+                self.opened_seconds = 0.0 if is_crowded else OPENED_SECONDS
+                self._plan(driver, tables, limits.is_direct and not is_crowded)
         except psycopg.Error:
             # It is of no more use, as :meth:`Connection.wait` has it.
             connection.invalidate()
             raise
-        self.opened_seconds = 0.0 if is_crowded else OPENED_SECONDS
         if not answers[1].rows[0][0]:
             # It may have them column by column.
-            super()._try_all(connection, tables, seconds)
+            super()._try_all(connection, tables, seconds, joins)
         return answers[0].rows[0][0]
-
-    def get_ready(self, tables: Tables, pool: Pool, deadline: float) -> None:
-        with pool.connection(deadline) as connection, self._telling_of_rights():
-            self.begin(connection, False, deadline - time.monotonic())
-            driver: Any = connection.connection.driver_connection
-
-            def look() -> None:
-                try:
-                    is_direct = self.limits_by(driver).is_direct
-                    self._plan(driver, tables, is_direct and self.opened_seconds > 0)
-                except psycopg.Error:
-                    # It is of no more use, as :meth:`Connection.wait` has it.
-                    connection.invalidate()
-                    raise
-
-            self._refuse(self._missing(connection, tables, look))
 
     def _plan(self, driver: Connection, tables: Tables, is_kept: bool) -> None:
         """Let the server plan now what is sent when many join at once, and keep that where the
@@ -222,7 +210,7 @@ class PostgresqlDialect(ServerDialect):
         statements = statements_for(tables, self.now, self.sends_as)
         literal = _literals_for(driver)
         before: list[str] = []
-        # Who is ready may get ready again.
+        # Who makes the tables opens twice.
         if is_kept and self._may_prepare and not driver.prepared:
             driver.prepared = {
                 statement: Prepared.of(*self._compiled(statement, literal))

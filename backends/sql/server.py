@@ -14,7 +14,7 @@ import math
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -36,6 +36,10 @@ IDLE_SECONDS = 1.0
 MAKERS_PAUSE_SECONDS = 0.1
 """Who finds that another one makes the tables looks so often whether they are there."""
 MISSING_TABLE = "The tables were removed; the next call makes them anew."
+OTHER_TABLES = (
+    "The tables with table_prefix={} are not as this release of rdzv has made them: choose another "
+    "prefix or database, or have them removed"
+)
 MISSING_RIGHT = "The role lacks a right: docs/sql.md lists what is needed."
 WRONG_PASSWORD = (
     "Give user and password in the URL, or password_file=…, or by the driver's own means."
@@ -60,6 +64,8 @@ class ServerDialect(Dialect):
     """What to do about an error, by the driver's code."""
     missing_table: frozenset[Any] = frozenset()
     """Codes that say that a table is not there."""
+    missing_column: Any = None
+    """The code that says so of a column."""
     missing_right: frozenset[Any] = frozenset()
     transient: frozenset[Any] = frozenset()
     """Codes of :meth:`is_transient`."""
@@ -168,57 +174,45 @@ class ServerDialect(Dialect):
     def forget(self) -> None:
         """Nothing is kept."""
 
-    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
+    def prepare(self, tables: Tables, pool: Pool, deadline: float, joins: bool) -> None:
         with pool.connection(deadline) as connection:
             self.begin(connection, False, deadline - time.monotonic())
-            with self._telling_of_rights():
-                if self._lacks(connection, tables, deadline) is None:
+            try:
+                if self._lacks(connection, tables, deadline, joins) is None:
                     return
                 self._make(connection, tables, deadline)
-                self._refuse(self._lacks(connection, tables, deadline))
+                missing = self._lacks(connection, tables, deadline, joins)
+                if missing is not None:
+                    raise RendezvousSettingsError(
+                        f"{self.endpoint}: {missing}. {self._other_tables}"
+                    )
+            except (sa.exc.DBAPIError, self.driver_error) as error:
+                if self.code(error) in self.missing_right:
+                    raise RendezvousSettingsError(
+                        f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
+                    ) from error
+                raise
 
-    @contextlib.contextmanager
-    def _telling_of_rights(self) -> Iterator[None]:
-        try:
-            yield
-        except (sa.exc.DBAPIError, self.driver_error) as error:
-            if self.code(error) in self.missing_right:
-                raise RendezvousSettingsError(
-                    f"{self.endpoint}: {self._said(error)}. {MISSING_RIGHT}"
-                ) from error
-            raise
+    @property
+    def _other_tables(self) -> str:
+        return OTHER_TABLES.format(self._options.table_prefix)
 
-    def _refuse(self, missing: str | None) -> None:
-        if missing is not None:
-            raise RendezvousSettingsError(
-                f"{self.endpoint}: {missing}. The tables with table_prefix="
-                f"{self._options.table_prefix} are not as this release of rdzv has made "
-                "them: choose another prefix or database, or have them removed"
-            )
-
-    def _lacks(self, connection: sa.Connection, tables: Tables, deadline: float) -> str | None:
+    def _lacks(
+        self, connection: sa.Connection, tables: Tables, deadline: float, joins: bool
+    ) -> str | None:
         """What of the tables is not there; None where they are. Raises the driver's error where
         they may not be used, ``RendezvousStateError`` where they are of another release."""
-
-        def look() -> str | None:
-            version = self._try_all(connection, tables, max(deadline - time.monotonic(), 1.0))
+        try:
+            seconds = max(deadline - time.monotonic(), 1.0)
+            version = self._try_all(connection, tables, seconds, joins)
             is_known = tables.is_known(version, self.endpoint)
             return None if is_known else f"no version in {tables.schema.name}"
-
-        return self._missing(connection, tables, look)
-
-    def _missing(
-        self, connection: sa.Connection, tables: Tables, look: Callable[[], str | None]
-    ) -> str | None:
-        """What ``look`` finds to be missing, or the server's words when they are of that."""
-        try:
-            return look()
         except (sa.exc.DBAPIError, self.driver_error) as error:
             code = self.code(error)
             was_answered = code is not None and not self.is_transient(error)
             if was_answered and code not in self.missing_right:
                 self._refuse_another_release(connection, tables)
-            if code not in self.missing_table:
+            if code not in self.missing_table and code != self.missing_column:
                 raise
             return self._said(error)
         finally:
@@ -230,8 +224,11 @@ class ServerDialect(Dialect):
             connection.rollback()
             tables.check_version(connection, self.endpoint)
 
-    def _try_all(self, connection: sa.Connection, tables: Tables, seconds: float) -> Any:
-        """Try all rights without effect; return the tables' version."""
+    def _try_all(
+        self, connection: sa.Connection, tables: Tables, seconds: float, joins: bool
+    ) -> Any:
+        """Try all rights without effect; return the tables' version. For who ``joins``, as
+        :meth:`prepare` has it."""
         statements = (tables.newest_version, *without_effect(tables))
         if self.sends_as is not None:
             return self.send(connection, [], statements, {}, seconds)[0].rows[0][0]
@@ -256,7 +253,7 @@ class ServerDialect(Dialect):
                         f"{self.endpoint}: another process is making the tables and does not end"
                     )
                 time.sleep(pause)
-                if self._lacks(connection, tables, deadline) is None:
+                if self._lacks(connection, tables, deadline, joins=False) is None:
                     return
         except sa.exc.DBAPIError as error:
             if self.code(error) in self.missing_right:
@@ -294,6 +291,8 @@ class ServerDialect(Dialect):
         advice = self.advice.get(code, UNREACHABLE)
         if code in self.missing_table:
             advice = MISSING_TABLE
+        elif code is not None and code == self.missing_column:
+            advice = self._other_tables
         elif code in self.missing_right:
             advice = MISSING_RIGHT
         text = f"{self.endpoint}: {self._said(error)}. {advice}"

@@ -73,7 +73,7 @@ class SqliteDialect(Dialect):
     def route(self) -> None:
         return None
 
-    def prepare(self, tables: Tables, pool: Pool, deadline: float) -> None:
+    def prepare(self, tables: Tables, pool: Pool, deadline: float, joins: bool) -> None:
         filesystem, allow = self._filesystem, self._options.allow_network_filesystem
         files.check_path(self._path, filesystem, allow)
         try:

@@ -20,13 +20,16 @@ from rdzv import registry
 from rdzv.conformance.servers.base import with_address
 from rdzv.conformance.target import Server, Target
 from rdzv.errors import RendezvousSettingsError, mask_secrets
-from rdzv.ports import Closable, Roster, Watch
+from rdzv.ports import Closable, GetsReady, Roster, Watch
 
 NO_INTERFACE = "the backend is no rdzv.ports.{}; rdzv makes up for it"
 
 
 class RegisteredTarget(Target):
-    """What torchrun would use for that name, endpoint and configuration."""
+    """What torchrun would use for that name, endpoint and configuration.
+
+    A backend gets ready, as for a node that ``joins``, where it has a way to.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class RegisteredTarget(Target):
         without: Mapping[str, str] | None = None,
         server: Server | None = None,
         run_prefix: str | None = None,
+        joins: bool = True,
     ) -> None:
         self.name = self._backend = backend
         self.server = server
@@ -44,6 +48,7 @@ class RegisteredTarget(Target):
         self._endpoint = endpoint
         self._given_without = dict(without or {})
         self._config = dict(config or {})
+        self._joins = joins
         self._made: list[Any] = []
         self._run_prefix = f"{uuid.uuid4().hex[:12]}-" if run_prefix is None else run_prefix
         opened, self._has_store = self._open("probe")
@@ -51,7 +56,10 @@ class RegisteredTarget(Target):
         self.close()
 
     def connect(self, run_id: str = "job") -> Any:
-        return self._open(run_id)[0]
+        backend = self._open(run_id)[0]
+        if self._joins and isinstance(backend, GetsReady):
+            backend.get_ready()
+        return backend
 
     def store(self, run_id: str = "job") -> Store:
         store: Store = self._open(run_id)[1]
@@ -64,6 +72,9 @@ class RegisteredTarget(Target):
             "config": self._config,
             "without": self._given_without,
             "run_prefix": self._run_prefix,
+            # Each of these processes makes a few calls, and what they would get ready takes time
+            # from those. So the two kinds of clients also meet.
+            "joins": False,
         }
 
     def torchrun_arguments(self, run_id: str) -> list[str] | None:

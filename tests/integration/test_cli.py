@@ -37,6 +37,9 @@ BARE = """
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from rdzv.errors import RendezvousConnectionError
+from rdzv.ports import Closable, GetsReady
+
 class Bare(RendezvousBackend):
     held, version = None, 0
 
@@ -65,6 +68,20 @@ def create_backend(params):
 
 def create_forgetful(params):
     return Forgetful(), dist.HashStore()
+
+class Away(Bare, GetsReady, Closable):
+    is_closed = False
+
+    def get_ready(self):
+        raise RendezvousConnectionError("server: it is away")
+
+    def close(self):
+        self.is_closed = True
+
+AWAY = Away()
+
+def create_away(params):
+    return AWAY, dist.HashStore()
 """
 
 
@@ -75,12 +92,13 @@ def database(tmp_path: Path) -> str:
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A package with the backends ``bare`` and ``forgetful``; returns the first."""
+    """A package with the backends ``bare``, ``forgetful`` and ``away``; returns the first."""
     information = tmp_path / "bare_rdzv-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: bare-rdzv\n")
     (information / "entry_points.txt").write_text(
         "[rdzv.backends]\nbare = bare_rdzv:create_backend\nforgetful = bare_rdzv:create_forgetful\n"
+        "away = bare_rdzv:create_away\n"
     )
     (tmp_path / "bare_rdzv.py").write_text(BARE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -219,6 +237,15 @@ def test_check_of_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str])
     assert status == 1
     assert endpoint in out
     assert "refused. Look whether the server runs" in out
+
+
+@pytest.mark.usefixtures("bare")
+def test_check_of_a_backend_that_cannot_get_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "check", "--backend=away", "--endpoint=server")
+    assert status == 1
+    assert "server: it is away" in out
+    assert "create state" not in out
+    assert sys.modules["bare_rdzv"].AWAY.is_closed
 
 
 def test_an_unknown_command_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,9 +202,14 @@ def test_calls_that_are_slow_share_a_connection(server: Any, opened: Any) -> Non
 def test_what_was_opened_is_kept_until_its_agent_may_be_ready(
     request: pytest.FixtureRequest, opened: Any
 ) -> None:
-    backend = opened(SqlBackend(empty_server(request, "postgresql").endpoint(), "run"))
-    backend.open()
-    pool: Any = backend._database._pool
+    looker, backend = (
+        opened(SqlBackend(empty_server(request, "postgresql").endpoint(), "run")) for _ in range(2)
+    )
+    looker.open()
+    backend.get_ready()
+    looking, pool = looker._database._pool, backend._database._pool
+    looking._last_used -= 3.0
+    assert looking.close_idle()
     pool._last_used -= 3.0
     assert not pool.close_idle()
     assert pool.has_idle

@@ -72,7 +72,7 @@ def test_two_hundred_nodes_share_a_hundred_connections(
 
     def node(index: int) -> object:
         backend, entry = backends[index], Entry(f"node{index}", b"")
-        patiently(backend.open)
+        patiently(backend.get_ready)
         patiently(lambda: backend.announce(entry, 300.0, Question()))
         waiting_now.release()
         if index == 0:

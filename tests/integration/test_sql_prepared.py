@@ -15,7 +15,7 @@ from rdzv.backends.sql.listen import StaleConnection
 from rdzv.backends.sql.postgresql import PostgresqlDialect
 from rdzv.backends.sql.prepared import Prepared
 from rdzv.backends.sql.shortage import Limits
-from rdzv.conformance.store_kit import Background
+from rdzv.conformance.store_kit import Background, in_threads
 from rdzv.errors import RendezvousConnectionError
 from rdzv.ports import Entry, Question
 from rdzv.registry import create, open_backend
@@ -136,6 +136,38 @@ def test_who_finds_no_version_prepares_once(postgresql: Any, opened: Any) -> Non
     backend.get_ready()
     assert len(prepared_in(backend)) == 6
     assert backend.database.failed_count == 0
+
+
+def test_getting_ready_again_changes_nothing(postgresql: Any, opened: Any) -> None:
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    in_threads(4, lambda _: backend.get_ready())
+    found = joins(backend)
+    backend.get_ready()
+    assert len(prepared_in(backend)) == 6
+    assert backend.get_state() == found
+    assert [row.entry.node_id for row in backend.entries()] == ["node"]
+    assert backend.database.failed_count == 0
+
+
+def test_a_node_whose_connections_were_ended_gets_ready_anew(postgresql: Any, opened: Any) -> None:
+    """It will join once more, with all the others who have lost theirs."""
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    backend.get_ready()
+    end = sa.text("SELECT pg_terminate_backend(pg_backend_pid())")
+    with pytest.raises(RendezvousConnectionError, match="terminating connection"):
+        backend.database.write(lambda connection: connection.scalar(end))
+    assert len(prepared_in(backend)) == 6
+
+
+def test_where_connections_are_short_nothing_is_prepared(
+    postgresql: Any, opened: Any, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection, and with it what it has prepared, would be gone before the join."""
+    monkeypatch.setattr(Limits, "are_short", lambda *_: True)
+    backend = opened(SqlBackend(postgresql.endpoint(), "run"))
+    backend.get_ready()
+    joins(backend)
+    assert not any("PREPARE" in message or "EXECUTE" in message for message in messages)
 
 
 def test_what_the_server_cannot_do_at_all_is_said_after_one_repeat(

@@ -99,6 +99,11 @@ def test_rights_may_be_given_column_by_column(postgresql: Any, opened: Any) -> N
             connection.exec_driver_sql("REVOKE INSERT (value) ON rdzv_queues FROM columns")
         with pytest.raises(RendezvousSettingsError, match=r"rdzv_queues.*right"):
             opened(SqlBackend(f"{rendered}?application_name=less", "run")).open()
+        with administrator(postgresql) as connection:
+            connection.exec_driver_sql("GRANT INSERT (value) ON rdzv_queues TO columns")
+            connection.exec_driver_sql("REVOKE UPDATE (data) ON rdzv_roster FROM columns")
+        with pytest.raises(RendezvousSettingsError, match=r"rdzv_roster.*right"):
+            opened(SqlBackend(f"{rendered}?application_name=other", "run")).get_ready()
     finally:
         with administrator(postgresql) as connection:
             connection.exec_driver_sql("DROP OWNED BY columns")
@@ -159,15 +164,29 @@ def test_a_type_of_another_release_is_told_as_such(postgresql: Any, opened: Any)
         ):
             connection.exec_driver_sql(statement)
     with pytest.raises(RendezvousStateError, match="have schema version 2"):
-        opened(backend_on(postgresql)).open()
+        opened(backend_on(postgresql)).get_ready()
 
 
-def test_tables_that_somebody_has_changed_are_told_at_the_start(server: Any, opened: Any) -> None:
-    opened(backend_on(server)).open()
+def test_tables_that_somebody_has_changed_are_told(server: Any, opened: Any) -> None:
+    """To a node at its start; to whoever has begun, as often as it asks."""
+    backend = opened(backend_on(server))
+    backend.open()
     with administrator(server) as connection:
         connection.exec_driver_sql("ALTER TABLE rdzv_roster DROP COLUMN data")
     with pytest.raises(RendezvousSettingsError, match=r"data.*not as this release"):
         opened(backend_on(server)).get_ready()
+    for _ in range(2):
+        with pytest.raises(RendezvousConnectionError, match=r"data.*not as this release"):
+            backend.announce(Entry("node", b""), TTL_SECONDS, Question())
+
+
+def test_tables_that_are_gone_when_a_node_gets_ready_are_made(server: Any, opened: Any) -> None:
+    backend = opened(backend_on(server))
+    backend.open()
+    with administrator(server) as connection:
+        drop_all(connection)
+    backend.get_ready()
+    assert backend.set_state(b"first")[2]
 
 
 def test_a_server_that_takes_no_writes_is_told_at_the_start(postgresql: Any, opened: Any) -> None:

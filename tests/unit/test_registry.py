@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandlerRegistry, RendezvousParameters
 
 from rdzv import torchrun
-from rdzv.errors import RendezvousError, RendezvousSettingsError
+from rdzv.errors import RendezvousConnectionError, RendezvousError, RendezvousSettingsError
 from rdzv.registry import create, known_backends, open_backend
 
 if sys.version_info >= (3, 11):
@@ -43,6 +43,23 @@ class Backend(MemoryBackend, Closable):
 def create_backend(params):
     seen.append(params)
     return Backend(MemorySpace(), params.run_id), dist.HashStore()
+"""
+
+READY = """
+from rdzv.errors import RendezvousConnectionError
+from rdzv.ports import GetsReady
+
+ready = []
+
+class Ready(Backend, GetsReady):
+    def get_ready(self):
+        if seen[-1].endpoint == "away":
+            raise RendezvousConnectionError("away")
+        ready.append(self)
+
+def create_backend(params):
+    seen.append(params)
+    return Ready(MemorySpace(), params.run_id), dist.HashStore()
 """
 
 Install = Callable[..., str]
@@ -164,6 +181,22 @@ def test_what_was_opened_is_closed_when_the_handler_cannot_be_made(install: Inst
     params.local_addr = "203.0.113.254"
     with pytest.raises(RendezvousSettingsError, match="--local-addr"):
         create(params)
+    assert len(module_of(module).closed) == 1
+
+
+def test_a_handler_has_its_backend_get_ready(install: Install) -> None:
+    module = install("acme", MEMORY + READY)
+    params = parameters("acme")
+    open_backend(params)
+    assert module_of(module).ready == []
+    create(params).shutdown()
+    assert len(module_of(module).ready) == 1
+
+
+def test_what_was_opened_is_closed_when_it_cannot_get_ready(install: Install) -> None:
+    module = install("acme", MEMORY + READY)
+    with pytest.raises(RendezvousConnectionError, match="away"):
+        create(parameters("acme", "away"))
     assert len(module_of(module).closed) == 1
 
 
