@@ -43,9 +43,9 @@ TECHNOLOGIES = {
 TORCHS_OWN_ON_A_PORT = ("c10d", "tcpstore")
 FILES = ("sqlite", "sql", "filestore")
 OPEN_FILES_PER_NODE = 8
-RESOLVER = "timeout:1"
+RESOLVER = "timeout:1 attempts:1"
 """Seconds, for all backends alike. torch looks up the name of each address that it connects to; a
-name server that leaves such a question unanswered would add 5 s to a measurement by chance."""
+name server that leaves such a question unanswered would add 10 s to a measurement by chance."""
 
 
 class Endpoints:

@@ -20,10 +20,10 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-RESOLVER = "timeout:1"
+RESOLVER = "timeout:1 attempts:1"
 """Seconds. torch looks up the name of each address that it connects to, in vain for most, and a
-name server that leaves such a question unanswered holds each test up for 5 s. Children inherit it.
-"""
+name server that leaves such a question unanswered holds each test up for 10 s; nobody can break it
+off, and torch counts it to the time that it has to connect. Children inherit it."""
 RELINK = "python -m pip install --no-deps --no-build-isolation --editable ."
 
 

@@ -471,7 +471,10 @@ class Queue(Model):
                 return (*state, value)
             case "pop", ():
                 first = state[0] if state else None
-                return state[1:] if answer is UNKNOWN or answer == first else IMPOSSIBLE
+                if answer is UNKNOWN:
+                    # What another pop has answered with is not what this one took.
+                    return IMPOSSIBLE if first in self._pops else state[1:]
+                return state[1:] if answer == first else IMPOSSIBLE
             case "len", ():
                 fits = answer is UNKNOWN or answer == len(state)
                 return state if fits else IMPOSSIBLE

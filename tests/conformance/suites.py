@@ -21,9 +21,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -45,6 +48,7 @@ from rdzv.conformance.target import Target
 from rdzv.ports import Roster, Watch
 
 THREADS_END_SECONDS = 10.0
+CALLS_SHOWN = 6
 INTERFACES = {"roster": Roster, "watch": Watch}
 """What a class inherits, rdzv uses: to declare it missing besides excuses nothing."""
 MADE: set[Callable[..., None]] = set()
@@ -94,8 +98,17 @@ def no_thread_is_left(target: Target) -> Iterator[None]:
     gc.collect()
     deadline = time.monotonic() + THREADS_END_SECONDS
     while left := [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]:
-        assert time.monotonic() < deadline, f"threads that do not end: {left}"
+        assert time.monotonic() < deadline, "threads that do not end: " + "; ".join(
+            f"{thread.name} at {_place_of(thread)}" for thread in left
+        )
         left[0].join(0.1)
+
+
+def _place_of(thread: threading.Thread) -> str:
+    """Which calls it is in, the innermost last."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    calls = traceback.extract_stack(frame) if frame else []
+    return " > ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls[-CALLS_SHOWN:])
 
 
 class Suite:

@@ -202,6 +202,17 @@ def test_a_lost_pop_takes_at_most_one() -> None:
     assert verdict(Queue(), *rows, at(4, 5, "pop", gives=b"2")) is not None
 
 
+def test_lost_pops_are_no_burden_where_others_took_what_they_could_have_taken() -> None:
+    """What each of them may have taken, or not, and when, would be too many orders to try."""
+    size = 40
+    rows = [at(n, n, "push", b"%d" % n) for n in range(size)]
+    lost = [at(size, None, "pop") for _ in range(12)]
+    pops = [at(size + n, size + 2 * n + 9, "pop", gives=b"%d" % n) for n in range(size)]
+    end = at(500, 501, "pop", gives=None)
+    assert check(history_of([*rows, *lost, *pops, end]), Queue(), steps_max=1000) is None
+    assert verdict(Queue(), *rows, *lost, *pops, at(500, 501, "len", gives=1)) is not None
+
+
 # The document
 
 
