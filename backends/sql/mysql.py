@@ -73,7 +73,7 @@ class MysqlDialect(ServerDialect):
         1205: "Another transaction holds a lock: see it with SHOW PROCESSLIST.",
     }
     missing_table = frozenset({1146})
-    missing_column = 1054
+    missing_column = frozenset({1054})
     missing_right = frozenset({1142, 1143, 1044, 1370})
     # Overcrowded (server, user, account); deadlock, or a cluster's refusal; a row that has changed.
     transient = frozenset({1040, 1203, 1226, 1213, 1020})

@@ -125,7 +125,7 @@ class PostgresqlDialect(ServerDialect):
         "25006": READ_ONLY,
     }
     missing_table = frozenset({"42P01", "3F000"})
-    missing_column = "42703"
+    missing_column = frozenset({"42703"})
     missing_right = frozenset({"42501"})
     # Overcrowded; serialization failure; deadlock.
     transient = frozenset({TOO_MANY_CONNECTIONS, "40001", "40P01"})

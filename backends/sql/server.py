@@ -64,8 +64,8 @@ class ServerDialect(Dialect):
     """What to do about an error, by the driver's code."""
     missing_table: frozenset[Any] = frozenset()
     """Codes that say that a table is not there."""
-    missing_column: Any = None
-    """The code that says so of a column."""
+    missing_column: frozenset[Any] = frozenset()
+    """Codes that say so of a column."""
     missing_right: frozenset[Any] = frozenset()
     transient: frozenset[Any] = frozenset()
     """Codes of :meth:`is_transient`."""
@@ -212,7 +212,7 @@ class ServerDialect(Dialect):
             was_answered = code is not None and not self.is_transient(error)
             if was_answered and code not in self.missing_right:
                 self._refuse_another_release(connection, tables)
-            if code not in self.missing_table and code != self.missing_column:
+            if code not in self.missing_table | self.missing_column:
                 raise
             return self._said(error)
         finally:
@@ -291,7 +291,7 @@ class ServerDialect(Dialect):
         advice = self.advice.get(code, UNREACHABLE)
         if code in self.missing_table:
             advice = MISSING_TABLE
-        elif code is not None and code == self.missing_column:
+        elif code in self.missing_column:
             advice = self._other_tables
         elif code in self.missing_right:
             advice = MISSING_RIGHT
